@@ -1,0 +1,203 @@
+"""The attention worker's C side: KV memory, step tables and the kernel. Thin: worker/attention.py validates."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+
+cdef extern from "attention.h" nogil:
+    enum:
+        FD_BLOCK
+        FD_SEG
+        FD_TABLES
+    ctypedef struct fd_isa:
+        const char *name
+    ctypedef struct fd_line:
+        pass
+    ctypedef struct fd_layer:
+        int32_t group
+        int32_t index
+    ctypedef struct fd_group:
+        int64_t num_free
+        int64_t num_used
+        size_t block_bytes
+    ctypedef struct fd_table:
+        int32_t armed
+        int32_t num_rows
+        uint32_t step
+    ctypedef struct fd_ctx:
+        int32_t num_groups
+        int32_t closed
+        int32_t kv_dtype
+        int32_t wire_dtype
+        int64_t max_rows
+        int64_t max_model_len
+        float scale
+        float softcap
+        fd_group *groups
+        fd_layer *layers
+        fd_table *tables
+        uint64_t kernel_ns
+        uint64_t attends
+
+    const fd_isa *fd_find_isa(const char *name)
+    fd_ctx *fd_open(int32_t num_groups, int32_t num_layers, int32_t num_threads, const char *isa)
+    void fd_set_group(fd_ctx *ctx, int32_t g, int32_t num_layers, int32_t num_q_heads, int32_t num_kv_heads,
+                      int32_t head_dim, int64_t window, int64_t ring)
+    int fd_alloc_scratch(fd_ctx *ctx)
+    int64_t fd_close(fd_ctx *ctx)
+    void fd_destroy(fd_ctx *ctx)
+    int fd_add_slab(fd_ctx *ctx, int32_t group, int64_t num_blocks)
+    int64_t fd_trim(fd_ctx *ctx)
+    int32_t fd_seq_new(fd_ctx *ctx)
+    int fd_seq_free(fd_ctx *ctx, int32_t slot)
+    int fd_fork(fd_ctx *ctx, int32_t src, int32_t dst, int64_t length)
+    int64_t fd_written(fd_ctx *ctx, int32_t slot)
+    int64_t fd_export_start(fd_ctx *ctx, int32_t slot, int32_t group, int64_t start)
+    int fd_copy_range(fd_ctx *ctx, int32_t slot, int32_t group, int64_t start, int64_t stop, char *data, int32_t load)
+    int fd_begin(fd_ctx *ctx, int32_t table, uint32_t step, int32_t n, const fd_line *lines, const int32_t *slots,
+                 int64_t *missing, int32_t *bad)
+    int fd_attend(void *ctx, int32_t table, int32_t layer, int32_t num_rows, const void *qkv, void *out,
+                  uint8_t *row_status)
+    int fd_store(void *ctx, int32_t table, int32_t layer, int32_t entry, int64_t offset, int64_t count,
+                 const void *k, const void *v)
+
+BLOCK_TOKENS = FD_BLOCK
+SEGMENT_TOKENS = FD_SEG
+NUM_TABLES = FD_TABLES
+
+
+def has_isa(str name):
+    """Returns whether this build has that kernel and this CPU can run it."""
+    encoded = name.encode()
+    return fd_find_isa(encoded) != NULL
+
+
+cdef class Context:
+    """One session's state in C. Addresses are plain integers; the caller keeps the memory behind them alive."""
+
+    cdef fd_ctx *ctx
+
+    def __cinit__(self, list groups, int num_layers, int num_threads, str isa, int kv_dtype, int wire_dtype,
+                  long long max_rows, long long max_model_len, double scale, double softcap):
+        """`groups`: (layers, num_q_heads, num_kv_heads, head_dim, window or 0, ring blocks or 0) each."""
+        encoded = isa.encode()
+        self.ctx = fd_open(<int32_t>len(groups), num_layers, num_threads, encoded)
+        if self.ctx == NULL:
+            raise MemoryError("no memory for an attention session")
+        self.ctx.kv_dtype = kv_dtype
+        self.ctx.wire_dtype = wire_dtype
+        self.ctx.max_rows = max_rows
+        self.ctx.max_model_len = max_model_len
+        self.ctx.scale = <float>scale
+        self.ctx.softcap = <float>softcap
+        for g, (layers, num_q_heads, num_kv_heads, head_dim, window, ring) in enumerate(groups):
+            fd_set_group(self.ctx, g, <int32_t>len(layers), num_q_heads, num_kv_heads, head_dim, window, ring)
+            for index, layer in enumerate(layers):
+                self.ctx.layers[<int>layer].group = g
+                self.ctx.layers[<int>layer].index = index
+        if not fd_alloc_scratch(self.ctx):
+            raise MemoryError("no memory for the scratch of the attention threads")
+
+    def __dealloc__(self):
+        if self.ctx != NULL:
+            fd_destroy(self.ctx)
+
+    @property
+    def address(self):
+        return <uintptr_t>self.ctx
+
+    @property
+    def attend_address(self):
+        return <uintptr_t>&fd_attend
+
+    @property
+    def store_address(self):
+        return <uintptr_t>&fd_store
+
+    def close(self):
+        """Frees all memory, waiting for a running attend; returns the bytes of the slabs."""
+        cdef int64_t returned
+        with nogil:
+            returned = fd_close(self.ctx)
+        return returned
+
+    def add_slab(self, int32_t group, int64_t num_blocks):
+        cdef int code
+        with nogil:
+            code = fd_add_slab(self.ctx, group, num_blocks)
+        return code
+
+    def trim(self):
+        cdef int64_t returned
+        with nogil:
+            returned = fd_trim(self.ctx)
+        return returned
+
+    def new_sequence(self):
+        cdef int32_t slot
+        with nogil:
+            slot = fd_seq_new(self.ctx)
+        return slot
+
+    def free_sequence(self, int32_t slot):
+        cdef int code
+        with nogil:
+            code = fd_seq_free(self.ctx, slot)
+        return code
+
+    def fork(self, int32_t src, int32_t dst, int64_t length):
+        cdef int code
+        with nogil:
+            code = fd_fork(self.ctx, src, dst, length)
+        return code
+
+    def written(self, int32_t slot):
+        cdef int64_t length
+        with nogil:
+            length = fd_written(self.ctx, slot)
+        return length
+
+    def export_start(self, int32_t slot, int32_t group, int64_t start):
+        cdef int64_t first
+        with nogil:
+            first = fd_export_start(self.ctx, slot, group, start)
+        return first
+
+    def copy_range(self, int32_t slot, int32_t group, int64_t start, int64_t stop, uintptr_t data, int32_t load):
+        cdef int code
+        with nogil:
+            code = fd_copy_range(self.ctx, slot, group, start, stop, <char *>data, load)
+        return code
+
+    def begin(self, int32_t table, uint32_t step, int32_t n, uintptr_t lines, uintptr_t slots, uintptr_t missing):
+        """Returns (code, offending line or -1)."""
+        cdef int code
+        cdef int32_t bad = -1
+        with nogil:
+            code = fd_begin(self.ctx, table, step, n, <const fd_line *>lines, <const int32_t *>slots,
+                            <int64_t *>missing, &bad)
+        return code, bad
+
+    def attend(self, int32_t table, int32_t layer, int32_t num_rows, uintptr_t qkv, uintptr_t out, uintptr_t status):
+        cdef int code
+        with nogil:
+            code = fd_attend(self.ctx, table, layer, num_rows, <const void *>qkv, <void *>out, <uint8_t *>status)
+        return code
+
+    def store(self, int32_t table, int32_t layer, int32_t entry, int64_t offset, int64_t count, uintptr_t k, uintptr_t v):
+        cdef int code
+        with nogil:
+            code = fd_store(self.ctx, table, layer, entry, offset, count, <const void *>k, <const void *>v)
+        return code
+
+    def group_blocks(self, int32_t group):
+        """Returns (used blocks, free blocks, bytes of a block)."""
+        cdef fd_group *g = &self.ctx.groups[group]
+        return g.num_used, g.num_free, g.block_bytes
+
+    def table_rows(self, int32_t table):
+        """Returns (armed, step, rows of an attend payload)."""
+        cdef fd_table *t = &self.ctx.tables[table]
+        return bool(t.armed), t.step, t.num_rows
+
+    def counters(self):
+        """Returns (attend calls, nanoseconds spent in them)."""
+        return self.ctx.attends, self.ctx.kernel_ns

@@ -1,0 +1,119 @@
+"""CPU GEMM over packed weights and fused row operations. Unpacks addresses; ops.py validates."""
+
+from libc.stdint cimport int64_t, uintptr_t
+
+
+cdef extern from "dense.h" nogil:
+    int team_share()
+    int dense_isa
+    int dense_isa_supported(int isa)
+    void dense_gemm(const float *x, int64_t x_stride, int64_t m, const void *packed, int weight_type,
+                    int64_t n, int64_t k, const float *bias, float *out, int64_t out_stride,
+                    int accumulate, int num_threads)
+    void dense_rows(int op, const void *job, int64_t m, int64_t width, int num_threads)
+    void dense_pack(const void *weight, int64_t count, int64_t k, int64_t n0, int weight_type, void *packed)
+    int64_t dense_gather(const void *packed, int weight_type, int64_t n, int64_t k, const int64_t *ids,
+                         int64_t count, float *out)
+    int DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT
+    ctypedef struct dense_norm_job:
+        float *x
+        const float *y
+        const float *weight
+        const float *bias
+        float *out
+        int64_t n
+        float eps
+        float offset
+        int layer_norm
+    ctypedef struct dense_rows_job:
+        const float *qkv
+        float *out
+        const int64_t *positions
+        const float *cosine
+        const float *sine
+        const float *q_norm
+        const float *k_norm
+        int64_t num_q_heads
+        int64_t num_kv_heads
+        int64_t head_dim
+        int64_t half
+        float eps
+        float offset
+    ctypedef struct dense_act_job:
+        const float *x
+        float *out
+        int64_t n
+        int64_t x_stride
+        int kind
+        int gated
+
+
+FP32, BF16 = 0, 1
+SILU, GELU_TANH, RELU = 0, 1, 2
+ISA_NAMES = ("baseline", "avx2")
+
+
+def share_thread_pool():
+    """Runs on another OpenMP runtime of this process, if one is loaded; returns whether there is one."""
+    return bool(team_share())
+
+
+def set_isa(int isa):
+    """Chooses the instruction set by its place in ISA_NAMES; returns False if this CPU lacks it."""
+    global dense_isa
+    if not dense_isa_supported(isa):
+        return False
+    dense_isa = isa
+    return True
+
+
+def pack(uintptr_t weight, int64_t count, int64_t k, int64_t n0, int weight_type, uintptr_t packed):
+    """Packs `count` rows of a [N, K] weight (fp32, or bf16 bits) that start at row n0."""
+    with nogil:
+        dense_pack(<const void *>weight, count, k, n0, weight_type, <void *>packed)
+
+
+def gather(uintptr_t packed, int weight_type, int64_t n, int64_t k, uintptr_t ids, int64_t count, uintptr_t out):
+    """Copies whole rows out of a packed matrix; returns the index of the first bad id, or -1."""
+    return dense_gather(<const void *>packed, weight_type, n, k, <const int64_t *>ids, count, <float *>out)
+
+
+def gemm(uintptr_t x, int64_t x_stride, int64_t m, uintptr_t packed, int weight_type, int64_t n, int64_t k,
+         uintptr_t bias, uintptr_t out, int64_t out_stride, bint accumulate, int num_threads):
+    """out [m, n] (+)= x [m, k] @ weight.T + bias; fp32, row-major, strides in elements."""
+    with nogil:
+        dense_gemm(<const float *>x, x_stride, m, <const void *>packed, weight_type, n, k,
+                   <const float *>bias, <float *>out, out_stride, accumulate, num_threads)
+
+
+def norm(uintptr_t x, uintptr_t y, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t m, int64_t n,
+         float eps, float offset, bint layer_norm, int num_threads):
+    """x [m, n] += y (unless 0), in place; out = RMS norm or LayerNorm of x."""
+    cdef dense_norm_job job
+    job.x, job.y, job.weight, job.bias = <float *>x, <const float *>y, <const float *>weight, <const float *>bias
+    job.out, job.n, job.eps, job.offset, job.layer_norm = <float *>out, n, eps, offset, layer_norm
+    with nogil:
+        dense_rows(DENSE_OP_NORM, &job, m, n, num_threads)
+
+
+def qkv_rows(uintptr_t qkv, uintptr_t out, uintptr_t positions, uintptr_t cosine, uintptr_t sine, uintptr_t q_norm,
+             uintptr_t k_norm, int64_t m, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim, int64_t half,
+             float eps, float offset, int num_threads):
+    """Per-head norm and rotary of q and k, v as it is; rows [q | k | v] to out, which may be qkv."""
+    cdef dense_rows_job job
+    job.qkv, job.out, job.positions = <const float *>qkv, <float *>out, <const int64_t *>positions
+    job.cosine, job.sine = <const float *>cosine, <const float *>sine
+    job.q_norm, job.k_norm = <const float *>q_norm, <const float *>k_norm
+    job.num_q_heads, job.num_kv_heads, job.head_dim, job.half = num_q_heads, num_kv_heads, head_dim, half
+    job.eps, job.offset = eps, offset
+    with nogil:
+        dense_rows(DENSE_OP_QKV, &job, m, (num_q_heads + 2 * num_kv_heads) * head_dim, num_threads)
+
+
+def activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t m, int64_t n, int kind, bint gated,
+             int num_threads):
+    """out [m, n] = act(x[:, :n]), times x[:, n:2n] when gated."""
+    cdef dense_act_job job
+    job.x, job.out, job.n, job.x_stride, job.kind, job.gated = <const float *>x, <float *>out, n, x_stride, kind, gated
+    with nogil:
+        dense_rows(DENSE_OP_ACT, &job, m, 4 * n, num_threads)

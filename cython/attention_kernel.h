@@ -1,0 +1,199 @@
+/* Attention of a few query vectors over one segment of one KV head; see attention_simd.h for ISA().
+ *
+ * What makes the bits of an output depend on (q, KV, SEG, ISA) alone:
+ *  - a score is one chain of fused products over the head dimension and one fixed tree over the lanes;
+ *  - the softmax of a segment sums its weights by lanes of absolute position;
+ *  - the weighted sum of V adds tokens in order, one chain per output element;
+ *  - segments begin at multiples of FD_SEG and merge in order.
+ * How vectors and tokens are tiled, and which thread runs what, changes none of these chains. */
+
+typedef struct {
+    const fd_group *group;
+    const fd_list *list;
+    int64_t base;            /* first position of the segment */
+    size_t k_offset, v_offset; /* of this layer and head inside a block */
+    int dtype;
+} ISA(view);
+
+/* Tokens of one query vector inside the segment, [lo, hi) relative to its base. */
+typedef struct {
+    int32_t lo, hi;
+} ISA(span);
+
+FD_INLINE const char *ISA(block)(const ISA(view) *view, int token) {
+    return fd_block_at(view->group, view->list, view->base + token)->data;
+}
+
+/* Scores of H vectors against tokens [t, t+4); `ahead` is where the same tokens of the next block lie. */
+FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *k, size_t row, float *scores) {
+    v4f r[4];
+    if (H == 4) {
+        for (int t = 0; t < 4; t += 2) {
+            vf acc[4][2] = {{{0}}};
+            const char *k0 = k + t * row, *k1 = k0 + row;
+            for (int i = 0; i < dim; i += VL) {
+                vf a = ISA(load_as)(k0, i, dtype), b = ISA(load_as)(k1, i, dtype);
+                for (int h = 0; h < 4; h++) {
+                    vf qh = ISA(load)(q + h * dim + i);
+                    acc[h][0] = ISA(fma)(a, qh, acc[h][0]);
+                    acc[h][1] = ISA(fma)(b, qh, acc[h][1]);
+                }
+            }
+            r[t] = ISA(sums)(acc[0][0], acc[1][0], acc[2][0], acc[3][0]);
+            r[t + 1] = ISA(sums)(acc[0][1], acc[1][1], acc[2][1], acc[3][1]);
+        }
+        v4f ab = __builtin_shuffle(r[0], r[1], (v4i){0, 4, 1, 5}), cd = __builtin_shuffle(r[2], r[3], (v4i){0, 4, 1, 5});
+        v4f ef = __builtin_shuffle(r[0], r[1], (v4i){2, 6, 3, 7}), gh = __builtin_shuffle(r[2], r[3], (v4i){2, 6, 3, 7});
+        r[0] = __builtin_shuffle(ab, cd, (v4i){0, 1, 4, 5});
+        r[1] = __builtin_shuffle(ab, cd, (v4i){2, 3, 6, 7});
+        r[2] = __builtin_shuffle(ef, gh, (v4i){0, 1, 4, 5});
+        r[3] = __builtin_shuffle(ef, gh, (v4i){2, 3, 6, 7});
+    } else {
+        vf acc[3][4] = {{{0}}};
+        for (int i = 0; i < dim; i += VL)
+            for (int t = 0; t < 4; t++) {
+                vf kt = ISA(load_as)(k + t * row, i, dtype);
+                for (int h = 0; h < H; h++) acc[h][t] = ISA(fma)(kt, ISA(load)(q + h * dim + i), acc[h][t]);
+            }
+        for (int h = 0; h < H; h++) r[h] = ISA(sums)(acc[h][0], acc[h][1], acc[h][2], acc[h][3]);
+    }
+    for (int h = 0; h < H; h++) memcpy(scores + h * FD_SCORES, &r[h], sizeof r[h]);
+}
+
+/* Adds weights * V of tokens [from, to) to the NV vectors of H accumulators from dimension d on. */
+FD_INLINE void ISA(add)(int H, int NV, int dtype, const float *weights, const char *v, size_t row, int from, int to,
+                        const char *ahead, int ahead_rows, float *acc, int dim, int d) {
+    const size_t element = dtype == FD_FP32 ? 4 : 2, at = d * element, nbytes = NV * VL * element;
+    if (at % 64 && nbytes < 64) ahead_rows = 0; /* another chunk has fetched this line */
+    vf a[4][8];
+    for (int h = 0; h < H; h++)
+        for (int j = 0; j < NV; j++) a[h][j] = ISA(load)(acc + h * dim + d + j * VL);
+    for (int t = from; t < to; t++) {
+        vf w[4];
+        for (int h = 0; h < H; h++) w[h] = ISA(splat)(weights[h * FD_SCORES + t]);
+        if (t < ahead_rows)
+            for (size_t b = 0; b < nbytes; b += 64) __builtin_prefetch(ahead + t * row + at + b);
+        for (int j = 0; j < NV; j++) {
+            vf vt = ISA(load_as)(v + t * row, d + j * VL, dtype);
+            for (int h = 0; h < H; h++) a[h][j] = ISA(fma)(w[h], vt, a[h][j]);
+        }
+    }
+    for (int h = 0; h < H; h++)
+        for (int j = 0; j < NV; j++) ISA(store)(acc + h * dim + d + j * VL, a[h][j]);
+}
+
+FD_INLINE void ISA(add_all)(int H, int NV, int dtype, const float *weights, const char *v, size_t row, int from, int to,
+                            const char *ahead, int ahead_rows, float *acc, int dim) {
+    int d = 0;
+    for (; d + NV * VL <= dim; d += NV * VL)
+        ISA(add)(H, NV, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim, d);
+    for (; d < dim; d += VL) ISA(add)(H, 1, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim, d);
+}
+
+FD_INLINE void ISA(add_tile)(int H, int dtype, const float *weights, const char *v, size_t row, int from, int to,
+                             const char *ahead, int ahead_rows, float *acc, int dim) {
+    if (from >= to) return;
+    switch (H) { /* accumulators + weights + one V vector stay below 16 registers */
+        case 1: ISA(add_all)(1, 8, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim); break;
+        case 2: ISA(add_all)(2, 4, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim); break;
+        case 3: ISA(add_all)(3, 3, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim); break;
+        default: ISA(add_all)(4, 2, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim);
+    }
+}
+
+FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; } /* 5 = 3 + 2, never 4 + 1 */
+
+/* K pass: scores of all vectors over the union of their spans, block by block. */
+FD_INLINE void ISA(score_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *q, float *scores) {
+    const int dim = view->group->head_dim, end = spans[n - 1].hi;
+    const size_t row = view->group->row_bytes;
+    for (int b = spans[0].lo / FD_BLOCK * FD_BLOCK; b < end; b += FD_BLOCK) {
+        const char *k = ISA(block)(view, b) + view->k_offset;
+        int more = b + FD_BLOCK < end; /* then fetch the next K block, else the first V block */
+        const char *ahead = more ? ISA(block)(view, b + FD_BLOCK) + view->k_offset
+                                 : ISA(block)(view, spans[0].lo) + view->v_offset;
+        int ahead_rows = (int)fd_min(FD_BLOCK, more ? end - b - FD_BLOCK : end);
+        for (int v = 0, h; v < n; v += h) {
+            h = ISA(tile)(n - v);
+            int from = spans[v].lo > b ? (spans[v].lo - b) & ~3 : 0;
+            int to = (int)fd_min(FD_BLOCK, spans[v + h - 1].hi - b);
+            for (int t = from; t < to; t += 4) { /* rows past `to` are inside the block, their scores unused */
+                if (v == 0 && t < ahead_rows)
+                    for (size_t line = 0; line < 4 * row; line += 64) __builtin_prefetch(ahead + t * row + line);
+                const float *qv = q + v * dim;
+                float *out = scores + v * FD_SCORES + b + t;
+                switch (h) {
+                    case 1: ISA(dot4)(1, dtype, qv, dim, k + t * row, row, out); break;
+                    case 2: ISA(dot4)(2, dtype, qv, dim, k + t * row, row, out); break;
+                    case 3: ISA(dot4)(3, dtype, qv, dim, k + t * row, row, out); break;
+                    default: ISA(dot4)(4, dtype, qv, dim, k + t * row, row, out);
+                }
+            }
+        }
+    }
+}
+
+/* V pass. Vectors of a tile share the tokens that all of them see; the ragged ends go one by one, in order. */
+FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *weights, float *acc) {
+    const int dim = view->group->head_dim, end = spans[n - 1].hi;
+    const size_t row = view->group->row_bytes;
+    memset(acc, 0, (size_t)n * dim * sizeof *acc);
+    for (int b = spans[0].lo / FD_BLOCK * FD_BLOCK; b < end; b += FD_BLOCK) {
+        const char *v = ISA(block)(view, b) + view->v_offset, *ahead = v;
+        int ahead_rows = (int)fd_max(0, fd_min(FD_BLOCK, end - b - FD_BLOCK));
+        if (ahead_rows) ahead = ISA(block)(view, b + FD_BLOCK) + view->v_offset;
+        for (int i = 0, h; i < n; i += h, ahead_rows = 0) {
+            h = ISA(tile)(n - i);
+            const ISA(span) *s = spans + i;
+            const float *w = weights + i * FD_SCORES + b;
+            int first = (int)fd_max(0, s[h - 1].lo - b), last = (int)fd_min(FD_BLOCK, s[0].hi - b);
+            if (last < first) last = first;
+            for (int j = 0; j < h && s[j].lo < s[h - 1].lo; j++)
+                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, (int)fd_max(0, s[j].lo - b),
+                              (int)fd_min(fd_min(first, FD_BLOCK), s[j].hi - b), ahead, 0, acc + (i + j) * dim, dim);
+            ISA(add_tile)(h, dtype, w, v, row, first, last, ahead, ahead_rows, acc + i * dim, dim);
+            for (int j = 0; j < h; j++)
+                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, last > fd_max(0, s[j].lo - b) ? last : (int)fd_max(0, s[j].lo - b),
+                              (int)fd_min(FD_BLOCK, s[j].hi - b), ahead, 0, acc + (i + j) * dim, dim);
+        }
+    }
+}
+
+/* Turns the scores of one span into weights e^(score - maximum); returns their sum. */
+FD_INLINE float ISA(softmax)(float *scores, ISA(span) span, float softcap, float *maximum) {
+    const int from = span.lo / VL * VL, to = (span.hi + VL - 1) / VL * VL;
+    vf top = ISA(splat)(-INFINITY), sum = {0};
+    if (softcap != 0.0f)
+        for (int t = from; t < to; t += VL)
+            ISA(store)(scores + t, ISA(tanh)(ISA(load)(scores + t) / softcap) * softcap);
+    for (int t = from; t < span.lo; t++) scores[t] = -INFINITY; /* weighs exactly nothing */
+    for (int t = span.hi; t < to; t++) scores[t] = -INFINITY;
+    for (int t = from; t < to; t += VL) top = ISA(max)(top, ISA(load)(scores + t));
+    float lanes[VL], m = -INFINITY;
+    memcpy(lanes, &top, sizeof lanes);
+    for (int i = 0; i < VL; i++) m = lanes[i] > m ? lanes[i] : m;
+    for (int t = from; t < to; t += VL) {
+        vf w = ISA(exp)(ISA(load)(scores + t) - m);
+        ISA(store)(scores + t, w);
+        sum += w;
+    }
+    v4f folded = ISA(sums)(sum, sum, sum, sum);
+    *maximum = m;
+    return folded[0];
+}
+
+/* One segment: maxima, sums and unnormalised outputs of n vectors, whose spans ascend and are not empty. */
+static void ISA(segment)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap, const float *q,
+                         float *scores, float *maxima, float *sums, float *acc) {
+    switch (view->dtype) {
+        case FD_FP16: ISA(score_pass)(view, FD_FP16, n, spans, q, scores); break;
+        case FD_BF16: ISA(score_pass)(view, FD_BF16, n, spans, q, scores); break;
+        default: ISA(score_pass)(view, FD_FP32, n, spans, q, scores);
+    }
+    for (int v = 0; v < n; v++) sums[v] = ISA(softmax)(scores + v * FD_SCORES, spans[v], softcap, &maxima[v]);
+    switch (view->dtype) {
+        case FD_FP16: ISA(value_pass)(view, FD_FP16, n, spans, scores, acc); break;
+        case FD_BF16: ISA(value_pass)(view, FD_BF16, n, spans, scores, acc); break;
+        default: ISA(value_pass)(view, FD_FP32, n, spans, scores, acc);
+    }
+}

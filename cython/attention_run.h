@@ -1,0 +1,190 @@
+/* The kernel for each instruction set, and the two calls of entry.h. */
+#include <math.h>
+#include <time.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "team.h"
+
+typedef float v4f __attribute__((vector_size(16)));
+typedef int32_t v4i __attribute__((vector_size(16)));
+typedef float v8f __attribute__((vector_size(32)));
+typedef int32_t v8i __attribute__((vector_size(32)));
+
+typedef struct {
+    fd_ctx *ctx;
+    const fd_group *group;
+    const fd_table *table;
+    fd_plan *plan;
+    int group_index, layer_index, write_only;
+    size_t wire_bytes, row_bytes, out_bytes; /* of one element, of one [q|k|v] row, of one output row */
+    const char *qkv;
+    char *out;
+    uint8_t *row_status;
+    int64_t num_items, grain;
+    _Atomic int64_t next;
+} fd_job;
+
+/* Rounds the bits of an fp32 to fp16, to nearest even; infinities and not-a-number stay what they are. */
+static inline uint16_t fd_round_fp16(uint32_t bits) {
+    uint16_t sign = (bits >> 16) & 0x8000;
+    uint32_t a = bits & 0x7fffffff;
+    if (a > 0x7f800000) return sign | 0x7e00 | ((a >> 13) & 0x3ff);
+    if (a >= 0x47800000) return sign | 0x7c00;
+    if (a >= 0x38800000) return sign | (uint16_t)((a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13);
+    if (a < 0x33000000) return sign; /* below half of the smallest subnormal */
+    uint32_t shift = 126 - (a >> 23), mantissa = (a & 0x7fffff) | 0x800000;
+    return sign | (uint16_t)((mantissa + (1u << (shift - 1)) - 1 + ((mantissa >> shift) & 1)) >> shift);
+}
+
+static inline uint16_t fd_round_bf16(uint32_t bits) {
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16) | 0x40;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#define ISA(name) fd_base_##name
+#define FD_ISA_NAME "baseline"
+#define VL 4
+#define vf v4f
+#define vi v4i
+#include "attention_simd.h"
+#include "attention_kernel.h"
+#include "attention_work.h"
+#undef ISA
+#undef FD_ISA_NAME
+#undef VL
+#undef vf
+#undef vi
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define ISA(name) fd_avx2_##name
+#define FD_ISA_NAME "avx2"
+#define VL 8
+#define vf v8f
+#define vi v8i
+#include "attention_simd.h"
+#include "attention_kernel.h"
+#include "attention_work.h"
+#undef ISA
+#undef FD_ISA_NAME
+#undef VL
+#undef vf
+#undef vi
+#pragma GCC pop_options
+#endif
+
+/* Returns the kernel of that name, or NULL when this build or this CPU does not have it. */
+static const fd_isa *fd_find_isa(const char *name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx2"))
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+                   ? &fd_avx2_table : NULL;
+#endif
+    return strcmp(name, "baseline") ? NULL : &fd_base_table;
+}
+
+static uint64_t fd_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void fd_run_job(fd_job *job, int64_t num_items, int write_only) {
+    fd_ctx *ctx = job->ctx;
+    const fd_group *group = job->group;
+    /* a thread is worth waking for about 64 KiB of KV; few items per grab, but not one atomic per tiny item */
+    int64_t nbytes = job->plan->num_tokens / group->heads_per_kv * group->num_kv_heads * (int64_t)group->row_bytes * 2;
+    int threads = (int)fd_min(fd_min(ctx->num_threads, num_items), 1 + (nbytes >> 16));
+    job->num_items = num_items;
+    job->write_only = write_only;
+    job->grain = fd_max(1, fd_min(16, num_items / (threads * 8)));
+    atomic_store_explicit(&job->next, 0, memory_order_relaxed);
+    team_run(threads, ctx->isa->body, job);
+}
+
+/* fd_attend_fn: see entry.h. */
+static int fd_attend(void *context, int32_t index, int32_t layer, int32_t num_rows, const void *qkv, void *out,
+                     uint8_t *row_status) {
+    fd_ctx *ctx = context;
+    int code = FD_E_TABLE;
+    pthread_mutex_lock(&ctx->lock);
+    uint64_t start = fd_now_ns();
+    if (ctx->closed || index < 0 || index >= FD_TABLES || !ctx->tables[index].armed) goto out;
+    fd_table *table = &ctx->tables[index];
+    code = FD_E_LAYER;
+    if (layer < 0 || layer >= ctx->num_layers) goto out;
+    code = FD_E_ROWS;
+    if (num_rows != table->num_rows) goto out;
+    for (int32_t i = 0; i < table->num_entries; i++) {
+        const fd_entry *entry = &table->entries[i];
+        if (entry->flags & FD_UPLOAD) continue;
+        code = fd_check_entry(table, entry);
+        if (!code && entry->seq->written[layer] < entry->kv_len) code = FD_E_RANGE;
+        if (code) goto out;
+    }
+    fd_layer at = ctx->layers[layer];
+    const fd_group *group = &ctx->groups[at.group];
+    const size_t wire_bytes = fd_dtype_bytes[ctx->wire_dtype], dim = (size_t)group->head_dim;
+    fd_job job = {.ctx = ctx, .group = group, .table = table, .plan = &table->plans[at.group],
+                  .group_index = at.group, .layer_index = at.index, .wire_bytes = wire_bytes,
+                  .row_bytes = (group->num_q_heads + 2 * (size_t)group->num_kv_heads) * dim * wire_bytes,
+                  .out_bytes = group->num_q_heads * dim * wire_bytes,
+                  .qkv = qkv, .out = out, .row_status = row_status};
+    memset(row_status, 0, (size_t)num_rows);
+    if (job.plan->split_writes) fd_run_job(&job, (int64_t)table->num_entries * group->num_kv_heads, 1);
+    if (job.plan->num_units) fd_run_job(&job, job.plan->num_units * group->num_kv_heads, 0);
+    for (int32_t i = 0; i < table->num_entries; i++) {
+        const fd_entry *entry = &table->entries[i];
+        if (entry->flags & FD_UPLOAD) continue;
+        entry->seq->written[layer] = fd_max(entry->seq->written[layer], entry->kv_len + entry->q_len);
+    }
+    code = FD_OK;
+    ctx->attends++;
+    ctx->kernel_ns += fd_now_ns() - start;
+out:
+    pthread_mutex_unlock(&ctx->lock);
+    return code;
+}
+
+/* fd_store_fn: see entry.h. Rows come in ascending order; only the layers of a window group may leave gaps. */
+static int fd_store(void *context, int32_t index, int32_t layer, int32_t entry_index, int64_t offset, int64_t count,
+                    const void *k, const void *v) {
+    fd_ctx *ctx = context;
+    int code = FD_E_TABLE;
+    pthread_mutex_lock(&ctx->lock);
+    if (ctx->closed || index < 0 || index >= FD_TABLES || !ctx->tables[index].armed) goto out;
+    const fd_table *table = &ctx->tables[index];
+    code = FD_E_LAYER;
+    if (layer < 0 || layer >= ctx->num_layers) goto out;
+    code = FD_E_RANGE;
+    if (entry_index < 0 || entry_index >= table->num_entries) goto out;
+    const fd_entry *entry = &table->entries[entry_index];
+    if (offset < 0 || count < 0 || offset > entry->q_len || count > entry->q_len - offset) goto out;
+    code = FD_E_TABLE;
+    if (!(entry->flags & FD_UPLOAD)) goto out;
+    code = fd_check_entry(table, entry);
+    if (code) goto out;
+    fd_layer at = ctx->layers[layer];
+    const fd_group *group = &ctx->groups[at.group];
+    fd_seq *seq = entry->seq;
+    const int64_t start = entry->kv_len + offset, written = seq->written[layer];
+    code = FD_E_RANGE;
+    if (start > written && !group->ring) goto out;
+    if (start > written && count) seq->lists[at.group].floor = fd_max(seq->lists[at.group].floor, start);
+    const size_t head_bytes = (size_t)group->head_dim * fd_dtype_bytes[ctx->wire_dtype];
+    for (int64_t i = 0; i < count; i++)
+        for (int32_t h = 0; h < group->num_kv_heads; h++) {
+            size_t at_row = ((size_t)i * group->num_kv_heads + h) * head_bytes;
+            ctx->isa->write(ctx, group, at.index, h, seq, at.group, start + i, (const char *)k + at_row,
+                            (const char *)v + at_row);
+        }
+    if (count) seq->written[layer] = fd_max(written, start + count);
+    code = FD_OK;
+out:
+    pthread_mutex_unlock(&ctx->lock);
+    return code;
+}

@@ -1,0 +1,143 @@
+/* The vectors of one instruction set; attention_run.h includes this and attention_kernel.h once per set,
+ * with ISA(name) pasting a suffix, VL the lanes and vf, vi the vector types.
+ *
+ * Products that are added always go through fma(): nothing is left for the compiler to contract, so that
+ * the bits do not depend on how a loop was unrolled. */
+
+#define FD_INLINE static inline __attribute__((always_inline))
+
+FD_INLINE vf ISA(load)(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+FD_INLINE void ISA(store)(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+FD_INLINE vf ISA(pick)(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+#if VL == 8
+
+FD_INLINE vf ISA(splat)(float x) { return _mm256_set1_ps(x); }
+FD_INLINE vf ISA(fma)(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+/* b when either is not a number */
+FD_INLINE vf ISA(max)(vf a, vf b) { return _mm256_max_ps(a, b); }
+FD_INLINE vf ISA(min)(vf a, vf b) { return _mm256_min_ps(a, b); }
+FD_INLINE v4f ISA(fold)(vf v) { return _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1); }
+FD_INLINE vf ISA(load_fp16)(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+FD_INLINE vf ISA(load_bf16)(const uint16_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+
+#else
+
+FD_INLINE vf ISA(splat)(float x) { return (vf){x, x, x, x}; }
+FD_INLINE vf ISA(fma)(vf a, vf b, vf c) { return a * b + c; }
+FD_INLINE vf ISA(max)(vf a, vf b) { return ISA(pick)(a > b, a, b); }
+FD_INLINE vf ISA(min)(vf a, vf b) { return ISA(pick)(a < b, a, b); }
+FD_INLINE v4f ISA(fold)(vf v) { return v; }
+FD_INLINE vi ISA(widen)(const uint16_t *p) {
+#ifdef __SSE2__
+    return (vi)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)p), _mm_setzero_si128());
+#else
+    return (vi){p[0], p[1], p[2], p[3]};
+#endif
+}
+/* Normal: move the exponent. Subnormal: as 2^-14 (1 + m) - 2^-14, which no flush-to-zero mode touches. */
+FD_INLINE vf ISA(load_fp16)(const uint16_t *p) {
+    vi h = ISA(widen)(p), magnitude = h & 0x7fff, bits = magnitude << 13;
+    vf normal = (vf)((bits + (112 << 23)) | ((magnitude > 0x7bff) & 0x7f800000));
+    vf tiny = (vf)(bits + (113 << 23)) - (vf)((vi){0} + (113 << 23));
+    return (vf)((vi)ISA(pick)(magnitude < 0x0400, tiny, normal) | ((h & 0x8000) << 16));
+}
+FD_INLINE vf ISA(load_bf16)(const uint16_t *p) { return (vf)(ISA(widen)(p) << 16); }
+
+#endif
+
+/* Loads VL elements from element `i` on of an array of the given type. */
+FD_INLINE vf ISA(load_as)(const void *p, int64_t i, int dtype) {
+    switch (dtype) {
+        case FD_FP16: return ISA(load_fp16)((const uint16_t *)p + i);
+        case FD_BF16: return ISA(load_bf16)((const uint16_t *)p + i);
+        default: return ISA(load)((const float *)p + i);
+    }
+}
+
+/* The four sums over the lanes of a, b, c, d. */
+FD_INLINE v4f ISA(sums)(vf a, vf b, vf c, vf d) {
+    v4f e = ISA(fold)(a), f = ISA(fold)(b), g = ISA(fold)(c), h = ISA(fold)(d);
+    v4f ef = __builtin_shuffle(e, f, (v4i){0, 4, 1, 5}) + __builtin_shuffle(e, f, (v4i){2, 6, 3, 7});
+    v4f gh = __builtin_shuffle(g, h, (v4i){0, 4, 1, 5}) + __builtin_shuffle(g, h, (v4i){2, 6, 3, 7});
+    return __builtin_shuffle(ef, gh, (v4i){0, 1, 4, 5}) + __builtin_shuffle(ef, gh, (v4i){2, 3, 6, 7});
+}
+
+/* e^x for x <= 88 within 2 ulp; 0 below -87.3; not-a-number stays. x = n ln 2 + r, ln 2 in two parts, the
+ * polynomial is Cephes' minimax one for |r| <= ln 2 / 2; rounding to n by adding 1.5 * 2^23. */
+FD_INLINE vf ISA(exp)(vf x) {
+    const vf magic = ISA(splat)(12582912.0f);
+    vi underflow = x < ISA(splat)(-87.3365f);
+    x = ISA(min)(ISA(splat)(88.0f), ISA(max)(ISA(splat)(-87.3365f), x));
+    vf shifted = ISA(fma)(x, ISA(splat)(1.44269504088896341f), magic);
+    vf n = shifted - magic;
+    vf r = ISA(fma)(n, ISA(splat)(-0.693359375f), x);
+    r = ISA(fma)(n, ISA(splat)(2.12194440e-4f), r);
+    vf p = ISA(splat)(1.9875691500e-4f);
+    p = ISA(fma)(p, r, ISA(splat)(1.3981999507e-3f));
+    p = ISA(fma)(p, r, ISA(splat)(8.3334519073e-3f));
+    p = ISA(fma)(p, r, ISA(splat)(4.1665795894e-2f));
+    p = ISA(fma)(p, r, ISA(splat)(1.6666665459e-1f));
+    p = ISA(fma)(p, r, ISA(splat)(5.0000001201e-1f));
+    p = ISA(fma)(p, r * r, r) + 1.0f;
+    vf power = (vf)(((vi)shifted - (vi)magic + 127) << 23);
+    return (vf)(~underflow & (vi)(p * power));
+}
+
+/* tanh(x) within 3 ulp: Cephes' polynomial near zero, 1 - 2 / (e^2|x| + 1) elsewhere. */
+FD_INLINE vf ISA(tanh)(vf x) {
+    const vi sign = (vi)x & (vi)ISA(splat)(-0.0f);
+    vf a = (vf)((vi)x ^ sign), z = x * x;
+    vf p = ISA(splat)(-5.70498872745e-3f);
+    p = ISA(fma)(p, z, ISA(splat)(2.06390887954e-2f));
+    p = ISA(fma)(p, z, ISA(splat)(-5.37397155531e-2f));
+    p = ISA(fma)(p, z, ISA(splat)(1.33314422036e-1f));
+    p = ISA(fma)(p, z, ISA(splat)(-3.33332819422e-1f));
+    p = ISA(fma)(p * z, x, x);
+    vf far = 1.0f - 2.0f / (ISA(exp)(ISA(min)(ISA(splat)(44.0f), a) * 2.0f) + 1.0f);
+    return ISA(pick)(a < ISA(splat)(0.625f), p, (vf)((vi)far | sign));
+}
+
+/* Lanes that are infinite or not a number, as a mask to be or-ed together. */
+FD_INLINE vi ISA(bad)(vf v) { return ((vi)v & 0x7f800000) == 0x7f800000; }
+
+FD_INLINE int ISA(any)(vi mask) {
+    int32_t lanes[VL], any = 0;
+    memcpy(lanes, &mask, sizeof lanes);
+    for (int i = 0; i < VL; i++) any |= lanes[i];
+    return any != 0;
+}
+
+/* dst[i] = scale * src[i] in fp32; 1 when some src[i] is not finite. n is a multiple of 8. */
+FD_INLINE int ISA(load_row)(float *dst, const void *src, int n, int dtype, float scale) {
+    vi bad = {0};
+    vf factor = ISA(splat)(scale);
+    for (int i = 0; i < n; i += VL) {
+        vf v = ISA(load_as)(src, i, dtype);
+        bad |= ISA(bad)(v);
+        ISA(store)(dst + i, v * factor);
+    }
+    return ISA(any)(bad);
+}
+
+/* Rounds a row to nearest even; 1 when some rounded value is not finite. */
+FD_INLINE int ISA(round_row)(void *dst, const float *src, int n, int dtype) {
+    vi bad = {0};
+    if (dtype == FD_FP32) memmove(dst, src, (size_t)n * sizeof(float));
+    for (int i = 0; i < n && dtype != FD_FP32; i++) {
+        uint32_t bits;
+        memcpy(&bits, src + i, sizeof bits);
+        ((uint16_t *)dst)[i] = dtype == FD_FP16 ? fd_round_fp16(bits) : fd_round_bf16(bits);
+    }
+    for (int i = 0; i < n; i += VL) bad |= ISA(bad)(ISA(load_as)(dst, i, dtype));
+    return ISA(any)(bad);
+}

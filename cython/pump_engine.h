@@ -1,0 +1,354 @@
+/* The engine's side of the data plane: ports (a worker in this process, or a connection), step tables,
+ * and the one loop that sends, receives and waits for all of them. Runs without the GIL; no allocation
+ * per message. One thread at a time; only `doomed` may be set from another. */
+#ifndef FASTDECODE_PUMP_ENGINE_H
+#define FASTDECODE_PUMP_ENGINE_H
+
+#include <stdlib.h>
+
+#include "entry.h"
+#include "pump_conn.h"
+
+enum { PUMP_MAX_PORTS = 256, PUMP_ABORTED = 8, PUMP_NS_PER_BYTE = 100 };
+enum { PORT_LOCAL = 1, PORT_STREAM = 2 };
+enum { PUMP_OK = 0, PUMP_LOST = 1, PUMP_STEP = 2, PUMP_TIMEOUT = 3, PUMP_MISUSE = 4 };
+/* ABORTED: given up, the engine must begin anew. RETIRED: a later step of the table leaves this port out. */
+enum { STEP_NONE = 0, STEP_SENT = 1, STEP_ARMED = 2, STEP_ABORTED = 3, STEP_RETIRED = 4 };
+
+/* One port's share of a step table. */
+typedef struct {
+    int state;
+    int submitted;   /* an ATTEND that was not collected yet */
+    int outstanding; /* its reply is not in yet */
+    uint32_t step, layer, first_row, rows, num_entries;
+    uint32_t aborted[PUMP_ABORTED]; /* steps given up: their late errors are nobody's business */
+    uint32_t num_aborted;
+    void *entries; /* payload of BEGIN_STEP, kept until it is sent */
+    size_t entries_capacity;
+} port_table;
+
+typedef struct {
+    int set;
+    uint16_t table;
+    uint32_t step;
+    int32_t code;
+    char text[FD_TEXT_BYTES + 1];
+} port_error;
+
+typedef struct {
+    int kind;
+    fd_conn conn;
+    fd_attend_fn attend;
+    fd_store_fn store;
+    void *ctx;
+    port_table tables[FD_MAX_TABLES];
+    port_error error;    /* reported by the worker, not yet by us */
+    port_error incoming; /* text being received */
+    uint32_t request;    /* number of the cold request under way */
+    int request_done;
+    int32_t request_status;
+    char *cold; /* payload of its reply */
+    size_t cold_capacity, cold_bytes;
+    _Atomic int doomed; /* set by the heartbeat thread once doom_reason is written */
+    char doom_reason[CONN_REASON];
+    uint64_t messages, kernel_ns, wait_ns, pump_ns;
+} fd_port;
+
+typedef struct {
+    char *send;
+    char *recv;
+    uint8_t *status; /* NULL buffers: the table carries uploads only */
+} pump_table;
+
+typedef struct {
+    fd_port *ports[PUMP_MAX_PORTS];
+    int num_ports;
+    fd_sizes sizes;
+    pump_table tables[FD_MAX_TABLES];
+    uint64_t timeout_ns;
+    uint64_t wait_ns; /* in poll, all calls together */
+    int fail_port;
+    const char *fail_text; /* of PUMP_MISUSE */
+} fd_pump;
+
+enum { GOAL_REPLY, GOAL_READY, GOAL_SENT, GOAL_CREDIT, GOAL_REQUEST };
+
+static inline int table_live(const port_table *t) { return t->state == STEP_SENT || t->state == STEP_ARMED; }
+
+static void table_abort(fd_port *port, int table) {
+    port_table *t = &port->tables[table];
+    t->submitted = t->outstanding = 0;
+    if (!table_live(t)) return;
+    t->state = STEP_ABORTED;
+    t->aborted[t->num_aborted++ % PUMP_ABORTED] = t->step;
+    if (port->error.table == table && port->error.step == t->step) port->error.set = 0;
+}
+
+static int table_was_aborted(const port_table *t, uint32_t step) {
+    uint32_t known = t->num_aborted < PUMP_ABORTED ? t->num_aborted : PUMP_ABORTED;
+    for (uint32_t i = 0; i < known; i++)
+        if (t->aborted[i] == step) return 1;
+    return 0;
+}
+
+static int port_lost(fd_port *port) {
+    if (port->kind == PORT_STREAM && port->conn.lost != CONN_PROTOCOL &&
+        atomic_load_explicit(&port->doomed, memory_order_acquire)) {
+        /* marking it lost shut the socket down: the mark is the reason, not the end of file */
+        port->conn.lost = CONN_ALIVE;
+        conn_fail(&port->conn, CONN_CLOSED, "%s", port->doom_reason);
+    }
+    return port->conn.lost;
+}
+
+/* From another thread, under the GIL: the reason first, then the flag that publishes it. */
+static void port_doom(fd_port *port, const char *reason) {
+    snprintf(port->doom_reason, sizeof port->doom_reason, "%s", reason);
+    atomic_store_explicit(&port->doomed, 1, memory_order_release);
+}
+
+static void port_set_error(fd_port *port, uint16_t table, uint32_t step, int32_t code, const char *text) {
+    if (port->error.set) return; /* the first is the cause */
+    port->error.set = 1;
+    port->error.table = table;
+    port->error.step = step;
+    port->error.code = code;
+    snprintf(port->error.text, sizeof port->error.text, "%s", text);
+}
+
+/* ---- receiving ---- */
+
+static int port_attend_reply(fd_pump *pump, fd_port *port) {
+    fd_conn *c = &port->conn;
+    const fd_frame *h = &c->head;
+    if (h->table >= FD_MAX_TABLES) return conn_fail(c, CONN_PROTOCOL, "it replied to table %u", h->table);
+    port_table *t = &port->tables[h->table];
+    if (!table_live(t) || h->step != t->step) { /* of a step given up: skip it */
+        conn_discard(c);
+        return 1;
+    }
+    if (!t->outstanding || h->layer != t->layer || h->rows != t->rows)
+        return conn_fail(c, CONN_PROTOCOL, "it replied to layer %u, %u rows, which was not asked", h->layer,
+                         h->rows);
+    size_t nbytes = (size_t)t->rows * pump->sizes.out_bytes[t->layer];
+    if (h->nbytes != nbytes + t->rows)
+        return conn_fail(c, CONN_PROTOCOL, "its reply holds %llu bytes where %zu were due",
+                         (unsigned long long)h->nbytes, nbytes + t->rows);
+    conn_expect(c, pump->tables[h->table].recv + (size_t)t->first_row * pump->sizes.out_bytes[t->layer],
+                nbytes, pump->tables[h->table].status + t->first_row, t->rows);
+    return 1;
+}
+
+static int port_request_reply(fd_pump *pump, fd_port *port) {
+    fd_conn *c = &port->conn;
+    if (port->request_done || c->head.entry != port->request) { /* of a request that timed out */
+        conn_discard(c);
+        return 1;
+    }
+    if (c->head.nbytes > pump->sizes.max_cold) return conn_fail(c, CONN_PROTOCOL, "its reply is too long");
+    if (c->head.nbytes > port->cold_capacity) {
+        char *grown = realloc(port->cold, c->head.nbytes);
+        if (!grown) return conn_fail(c, CONN_CLOSED, "no memory for its reply");
+        port->cold = grown;
+        port->cold_capacity = c->head.nbytes;
+    }
+    conn_expect(c, port->cold, c->head.nbytes, NULL, 0);
+    return 1;
+}
+
+/* Checks c->head against what is due from this port and says where its payload goes. */
+static int port_header(fd_pump *pump, fd_port *port) {
+    fd_conn *c = &port->conn;
+    switch (c->head.kind) {
+    case FD_ATTEND_REPLY:
+        return port_attend_reply(pump, port);
+    case FD_EXPORT_REPLY:
+    case FD_IMPORT_REPLY:
+        return port_request_reply(pump, port);
+    case FD_STEP_ERROR:
+        if (c->head.nbytes > FD_TEXT_BYTES || (c->head.table >= FD_MAX_TABLES && c->head.table != FD_NO_TABLE))
+            return conn_fail(c, CONN_PROTOCOL, "it sent a malformed error");
+        conn_expect(c, port->incoming.text, c->head.nbytes, NULL, 0);
+        return 1;
+    case FD_CREDIT:
+    case FD_STEP_READY:
+        if (c->head.nbytes || (c->head.kind == FD_STEP_READY && c->head.table >= FD_MAX_TABLES))
+            return conn_fail(c, CONN_PROTOCOL, "it sent a malformed frame of kind %u", c->head.kind);
+        conn_expect(c, NULL, 0, NULL, 0);
+        return 1;
+    default:
+        return conn_fail(c, CONN_PROTOCOL, "it sent a frame of kind %u", c->head.kind);
+    }
+}
+
+static void port_step_error(fd_port *port, const fd_frame *h) {
+    port->incoming.text[h->nbytes] = 0;
+    if (h->table != FD_NO_TABLE && table_was_aborted(&port->tables[h->table], h->step)) return;
+    port_set_error(port, h->table, h->step, h->status, port->incoming.text);
+}
+
+/* Takes in the frame c->head whose payload is in place. */
+static void port_complete(fd_port *port) {
+    const fd_frame *h = &port->conn.head;
+    port_table *t = h->table < FD_MAX_TABLES ? &port->tables[h->table] : NULL;
+    port->conn.consumed[frame_class(h->kind)]++;
+    port->messages++;
+    switch (h->kind) {
+    case FD_ATTEND_REPLY:
+        if (!table_live(t) || h->step != t->step || !t->outstanding) return;
+        t->outstanding = 0;
+        port->kernel_ns += h->offset;
+        return;
+    case FD_STEP_READY:
+        if (t->state == STEP_SENT && h->step == t->step) t->state = STEP_ARMED;
+        return;
+    case FD_STEP_ERROR:
+        port_step_error(port, h);
+        return;
+    case FD_EXPORT_REPLY:
+    case FD_IMPORT_REPLY:
+        if (port->request_done || h->entry != port->request) return;
+        port->request_done = 1;
+        port->request_status = h->status;
+        port->cold_bytes = h->nbytes;
+        return;
+    default:
+        return;
+    }
+}
+
+/* Takes in what the socket holds: 0 nothing more now, -1 lost. */
+static int port_read(fd_pump *pump, fd_port *port) {
+    fd_conn *c = &port->conn;
+    do {
+        if (!c->in_payload) {
+            int rc = conn_next(c, MSG_DONTWAIT);
+            if (rc <= 0) return rc;
+            if (port_header(pump, port) < 0) return -1;
+        }
+        int rc = conn_payload(c, MSG_DONTWAIT);
+        if (rc <= 0) return rc;
+        port_complete(port);
+    } while (c->next_have == sizeof(fd_frame));
+    return 0;
+}
+
+/* ---- waiting ---- */
+
+static int goal_met(const fd_port *port, int goal, int table) {
+    const port_table *t = &port->tables[table];
+    switch (goal) {
+    case GOAL_REPLY:
+        return !t->outstanding;
+    case GOAL_READY:
+        return t->state != STEP_SENT;
+    case GOAL_SENT:
+        return port->kind == PORT_LOCAL || !conn_pending(&port->conn);
+    case GOAL_CREDIT:
+        return port->kind == PORT_LOCAL || conn_in_flight(&port->conn, FD_BULK) < port->conn.slots[FD_BULK];
+    default:
+        return port->request_done;
+    }
+}
+
+static int pump_fail(fd_pump *pump, int result, int port) {
+    pump->fail_port = port;
+    return result;
+}
+
+static int pump_misuse(fd_pump *pump, const char *text) {
+    pump->fail_text = text;
+    return pump_fail(pump, PUMP_MISUSE, -1);
+}
+
+static int poll_until(struct pollfd *fds, int count, uint64_t deadline) {
+    uint64_t now = now_ns();
+    if (now >= deadline) return 0;
+    struct timespec left = {(time_t)((deadline - now) / 1000000000u), (long)((deadline - now) % 1000000000u)};
+    int ready = ppoll(fds, (nfds_t)count, &left, NULL);
+    return ready < 0 && errno == EINTR ? 1 : ready;
+}
+
+/* A loss or an error of a port that matters to this wait; PUMP_OK if there is none. An error does not cut
+ * a frame short that is being sent: the connection would be of no use afterwards. */
+static int port_trouble(fd_pump *pump, int index, int goal) {
+    fd_port *port = pump->ports[index];
+    if (port_lost(port)) return pump_fail(pump, PUMP_LOST, index);
+    if (goal != GOAL_SENT && port->error.set) return pump_fail(pump, PUMP_STEP, index);
+    return PUMP_OK;
+}
+
+typedef struct {
+    struct pollfd fds[PUMP_MAX_PORTS];
+    int index[PUMP_MAX_PORTS];
+    int unmet[PUMP_MAX_PORTS];
+    int count, waiting;
+} pump_polled;
+
+static void polled_add(pump_polled *polled, fd_port *port, int index, int unmet) {
+    int pending = conn_pending(&port->conn);
+    polled->waiting += unmet;
+    if (!unmet && !pending) return;
+    short events = (short)(POLLIN | (pending && !port->conn.no_credit ? POLLOUT : 0));
+    polled->fds[polled->count] = (struct pollfd){.fd = port->conn.fd, .events = events};
+    polled->index[polled->count] = index;
+    polled->unmet[polled->count++] = unmet;
+}
+
+/* Sends, receives and waits until the goal is met on one port, or (only < 0) on every port of the table.
+ * Whoever is still being sent to is read from as well, so two senders never wait for each other. */
+static int pump_wait(fd_pump *pump, int goal, int table, int only, uint64_t deadline) {
+    pump_polled polled;
+    for (;;) {
+        polled.count = polled.waiting = 0;
+        for (int i = 0; i < pump->num_ports; i++) {
+            fd_port *port = pump->ports[i];
+            int asked = only < 0 ? table_live(&port->tables[table]) : i == only;
+            if (port->kind == PORT_STREAM && !port->conn.lost && conn_pending(&port->conn))
+                conn_send(&port->conn, MSG_DONTWAIT);
+            int trouble = asked ? port_trouble(pump, i, goal) : PUMP_OK;
+            if (trouble) return trouble;
+            if (port->kind == PORT_STREAM && !port->conn.lost)
+                polled_add(&polled, port, i, asked && !goal_met(port, goal, table));
+        }
+        if (!polled.waiting) return PUMP_OK;
+        uint64_t start = now_ns();
+        int ready = poll_until(polled.fds, polled.count, deadline);
+        uint64_t waited = now_ns() - start;
+        pump->wait_ns += waited;
+        int late = -1;
+        for (int i = 0; i < polled.count; i++) {
+            if (!polled.unmet[i]) continue;
+            pump->ports[polled.index[i]]->wait_ns += waited;
+            if (late < 0) late = polled.index[i];
+        }
+        if (ready == 0) return pump_fail(pump, PUMP_TIMEOUT, late);
+        for (int i = 0; i < polled.count; i++)
+            if (polled.fds[i].revents & ~POLLOUT) port_read(pump, pump->ports[polled.index[i]]);
+    }
+}
+
+static inline uint64_t pump_deadline(const fd_pump *pump, uint64_t nbytes) {
+    return now_ns() + pump->timeout_ns + nbytes * PUMP_NS_PER_BYTE;
+}
+
+/* Gives up a table's step on all ports; what still comes of it is skipped. */
+static void pump_abort(fd_pump *pump, int table) {
+    for (int i = 0; i < pump->num_ports; i++) table_abort(pump->ports[i], table);
+}
+
+/* Waits until the frame queued last is out: its payload is the caller's memory, so on a timeout it is
+ * taken back, or, when half of it has left already, the connection is given up. */
+static int pump_send_out(fd_pump *pump, int index, uint64_t deadline) {
+    fd_conn *c = &pump->ports[index]->conn;
+    int rc = pump_wait(pump, GOAL_SENT, 0, index, deadline);
+    if (rc != PUMP_TIMEOUT) return rc;
+    if (!c->ring[(c->tx_last - 1) % CONN_RING].started) {
+        c->tx_last--;
+        return rc;
+    }
+    conn_fail(c, CONN_CLOSED, "it did not take a whole frame in time");
+    return pump_fail(pump, PUMP_LOST, index);
+}
+
+#endif

@@ -1,0 +1,181 @@
+"""`fastdecode status --workers a,b`: asks workers for their figures, without a session."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode_rdma.errors import (
+    ConfigError,
+    FastDecodeError,
+    TransportError,
+    WorkerError,
+)
+from fastdecode_rdma.wire import messages as m
+from fastdecode_rdma.wire.address import format_address, parse_address
+from fastdecode_rdma.wire.connection import NEED_DATA, Connection
+from fastdecode_rdma.wire.messages import Role
+from fastdecode_rdma.wire.token_file import find_token
+
+TIMEOUT_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `fastdecode status`."""
+    parser.add_argument(
+        "--workers", required=True, metavar="A,B", help="addresses, HOST[:PORT], comma-separated"
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the workers' token (default: FASTDECODE_TOKEN_FILE)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+class _Client:
+    """Blocking control connection of one question; everything is over by the deadline."""
+
+    def __init__(self, host: str, port: int, token: bytes | None, timeout_s: float) -> None:
+        self._deadline_s = time.monotonic() + timeout_s
+        self._sock = socket.create_connection((host, port), timeout=timeout_s)
+        self._conn = Connection(Role.ENGINE, token=token, now_s=time.monotonic())
+
+    def greet(self) -> None:
+        """Goes through the handshake."""
+        self.send(self._conn.hello(os.urandom(m.NONCE_BYTES)))
+        self.receive(m.Hello)
+        self.send(self._conn.proof())
+        self.receive(m.Auth)
+
+    def send(self, message: m.Message) -> None:
+        for data in self._conn.send(message):
+            self._sock.sendall(data)
+
+    def receive(self, kind: type) -> Any:
+        """Returns the next message of a kind; heartbeats may come before it."""
+        while True:
+            event = self._conn.next_event()
+            if isinstance(event, kind):
+                return event
+            if isinstance(event, m.Error):
+                raise TransportError(event.text)
+            if isinstance(event, m.ConnectionClosed):
+                raise TransportError("it closed the connection: is that a fastdecode worker?")
+            if event is NEED_DATA:
+                self._sock.settimeout(max(0.001, self._deadline_s - time.monotonic()))
+                data = self._sock.recv(self._conn.bytes_needed())
+                self._conn.receive_data(data, now_s=time.monotonic())
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def read_status(address: str, token: bytes | None, *, timeout_s: float = TIMEOUT_S) -> m.Status:
+    """Returns the figures of one worker.
+
+    Raises:
+        WorkerError: it cannot be reached, refuses us, or answers nonsense; the message says what.
+    """
+    host, port = parse_address(address)
+    name = format_address(host, port)
+    try:
+        client = _Client(host or "127.0.0.1", port, token, timeout_s)
+    except OSError as exc:
+        raise WorkerError(name, f"cannot connect: {exc.strerror or exc}; is it running?") from exc
+    try:
+        client.greet()
+        client.send(m.StatusRequest())
+        status = client.receive(m.Status)
+        client.send(m.Bye())
+        return status
+    except TimeoutError as exc:
+        raise WorkerError(name, f"no answer within {timeout_s:g} s") from exc
+    except (FastDecodeError, OSError) as exc:
+        raise WorkerError(name, str(exc)) from exc
+    finally:
+        client.close()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one worker said, or why it said nothing."""
+
+    address: str
+    status: m.Status | None
+    error: str | None
+
+
+def read_reports(addresses: Sequence[str], token: bytes | None) -> list[Report]:
+    """Returns one report per address, all asked at once."""
+
+    def read(address: str) -> Report:
+        try:
+            return Report(address, read_status(address, token), None)
+        except WorkerError as exc:
+            return Report(address, None, exc.remote_message)
+
+    with ThreadPoolExecutor(max_workers=min(32, len(addresses))) as pool:
+        return list(pool.map(read, addresses))
+
+
+_COLUMNS = ("worker", "version", "up", "memory", "sessions", "sequences", "messages", "kernel")
+
+
+def _row(report: Report) -> tuple[str, ...]:
+    status = report.status
+    if status is None:
+        return (report.address, f"unreachable: {report.error}")
+    used, limit = (value / 2**30 for value in (status.memory_used_bytes, status.memory_limit_bytes))
+    return (
+        report.address,
+        status.software,
+        f"{status.uptime_s:.0f}s",
+        f"{used:.2f}/{limit:.2f}GiB",
+        str(status.num_sessions),
+        str(status.num_sequences),
+        str(status.num_messages),
+        f"{status.num_threads}x {status.isa}",
+    )
+
+
+def format_table(reports: Sequence[Report]) -> str:
+    """Returns the reports as aligned columns."""
+    rows = [_COLUMNS, *map(_row, reports)]
+    full = [row for row in rows if len(row) == len(_COLUMNS)]
+    widths = [max(len(row[i]) for row in full) for i in range(len(_COLUMNS))]
+    widths[0] = max(len(row[0]) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    )
+
+
+def format_json(reports: Sequence[Report]) -> str:
+    """Returns the reports as a JSON list."""
+    return json.dumps(
+        [
+            {"address": report.address, "error": report.error}
+            | ({} if report.status is None else dataclasses.asdict(report.status))
+            for report in reports
+        ],
+        indent=2,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what every worker says; returns 1 when one said nothing."""
+    addresses = [address.strip() for address in args.workers.split(",") if address.strip()]
+    if not addresses:
+        raise ConfigError("--workers names no worker")
+    for address in addresses:
+        parse_address(address)  # a typing error is no unreachable worker
+    reports = read_reports(addresses, find_token(args.token_file))
+    print(format_json(reports) if args.json else format_table(reports))
+    return 1 if any(report.error is not None for report in reports) else 0

@@ -1,0 +1,92 @@
+"""The `fastdecode` command: finds the subcommand and imports only what that one needs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from fastdecode_rdma import __version__
+from fastdecode_rdma.errors import ConfigError, FastDecodeError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "worker": ("worker.command", "serve attention and hold the KV-cache for engines"),
+    "status": ("attention.status_command", "show the figures of running workers"),
+    "doctor": ("doctor", "show what this machine has and what will be used"),
+    "token": ("worker.token_command", "make a shared token for workers and engines"),
+    "demo": ("hub.demo_command", "fetch a small model and decode with a worker on this machine"),
+    "convert": ("hub.convert_command", "turn a GGUF file into a Hugging Face directory"),
+}
+"""Command -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)."""
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def usage() -> str:
+    """Returns the help of the command itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: fastdecode [--version] COMMAND [options]",
+            "",
+            "Decode large language models with the KV-cache in attention workers.",
+            "",
+            *lines,
+            "",
+            "`fastdecode COMMAND --help` shows the options of one.",
+        ]
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad arguments as every other bad input: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+    return f"unknown command {name!r}; {hint}"
+
+
+def _fail(message: str) -> int:
+    print(f"fastdecode: error: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 for bad input, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return EXIT_USAGE
+    name = arguments[0]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"fastdecode {__version__}")
+        return 0
+    if name not in COMMANDS:
+        return _fail(_unknown(name))
+    module_name, text = COMMANDS[name]
+    try:
+        module = import_module(f"fastdecode_rdma.{module_name}")
+        parser = _Parser(prog=f"fastdecode {name}", description=text)
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(arguments[1:]))
+    except FastDecodeError as exc:
+        return _fail(str(exc))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

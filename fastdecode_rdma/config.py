@@ -1,0 +1,168 @@
+"""Frozen descriptions shared by the engine, the wire and the workers. Standard library and numpy
+only."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fastdecode_rdma.errors import ConfigError
+
+DEFAULT_PORT = 18815
+MAX_TABLES = 8
+NUM_DECODE_TABLES = 2
+UPLOAD_TABLE = 2  # tables 0 and 1 are the decode mini-batches, the rest carry prefill uploads
+
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Bytes of one element, by the names used on the command line and on the wire."""
+
+DTYPE_ALIASES = {
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+}
+"""What PyTorch, transformers and vLLM call them."""
+
+ENTRY_UPLOAD = 1
+"""Entry flag: the rows of this entry come as K/V uploads, not as attention rows."""
+
+ENTRY_DTYPE = np.dtype(
+    [("handle", "<u8"), ("kv_len_before", "<u8"), ("q_len", "<u4"), ("flags", "<u4")]
+)
+"""One line of a step table: sequence handle, cached tokens before this step, query tokens, flags.
+"""
+
+
+class StepCode(enum.IntEnum):
+    """Why a worker refused a step; the same numbers as FD_E_* in cython/entry.h."""
+
+    OK = 0
+    TABLE = -1
+    LAYER = -2
+    ROWS = -3
+    RANGE = -4
+    CACHE_FULL = -5
+    SEQUENCE = -6
+    PROTOCOL = -7
+    INTERNAL = -8
+
+
+def dtype_name(name: str, *, allowed: tuple[str, ...] = tuple(DTYPE_BYTES)) -> str:
+    """Returns our short name of a dtype ("bfloat16" -> "bf16").
+
+    Raises:
+        ConfigError: the name is unknown or not in `allowed`.
+    """
+    short = DTYPE_ALIASES.get(name, name)
+    if short not in allowed:
+        raise ConfigError(f"dtype {name!r} is not supported here; expected one of {allowed}")
+    return short
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers whose K/V rows have the same shape and window: one pool, one block table per sequence.
+
+    `window` W means that token i attends to tokens i-W+1 .. i; None means to all before it.
+    """
+
+    layers: tuple[int, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ConfigError(f"a KV group needs ascending layer numbers, got {self.layers}")
+        if not 1 <= self.num_kv_heads <= self.num_q_heads <= 1024:
+            raise ConfigError(
+                f"need 1 <= KV heads <= query heads <= 1024, got {self.num_kv_heads} and "
+                f"{self.num_q_heads}"
+            )
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_q_heads} query heads do not divide over {self.num_kv_heads} KV heads"
+            )
+        if self.head_dim % 8 or not 8 <= self.head_dim <= 1024:
+            raise ConfigError(
+                f"head_dim must be a multiple of 8 from 8 to 1024, got {self.head_dim}"
+            )
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"a window holds at least 1 token, got {self.window}")
+
+    @property
+    def row_width(self) -> int:
+        """Elements of one [q | k | v] row."""
+        return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Elements of one attention output row."""
+        return self.num_q_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """All an attention worker must know of a model.
+
+    `max_rows` bounds the rows of one step table, `max_model_len` the tokens of one sequence.
+    `softcap` caps the scores: s = softcap * tanh(s / softcap); None leaves them.
+    """
+
+    groups: tuple[KVGroup, ...]
+    scale: float
+    kv_dtype: str
+    max_rows: int
+    max_model_len: int
+    softcap: float | None = None
+    wire_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        dtype_name(self.kv_dtype)
+        dtype_name(self.wire_dtype)
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if not layers or layers != list(range(len(layers))) or len(layers) > 4096:
+            raise ConfigError(f"the KV groups must cover layers 0 .. n-1 once each, got {layers}")
+        if not 1 <= self.max_rows <= 1 << 16:
+            raise ConfigError(f"max_rows must be from 1 to 65536, got {self.max_rows}")
+        if not 1 <= self.max_model_len <= 1 << 27:
+            raise ConfigError(f"max_model_len must be from 1 to 2^27, got {self.max_model_len}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ConfigError(f"the attention scale must be positive, got {self.scale}")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ConfigError(f"the attention softcap must be positive, got {self.softcap}")
+
+    @cached_property
+    def _group_by_layer(self) -> dict[int, KVGroup]:
+        return {layer: group for group in self.groups for layer in group.layers}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._group_by_layer)
+
+    def group_of(self, layer: int) -> KVGroup:
+        """Returns the KV group that holds `layer`."""
+        return self._group_by_layer[layer]
+
+    def row_width(self, layer: int) -> int:
+        """Elements of one [q | k | v] row of `layer`."""
+        return self.group_of(layer).row_width
+
+    def out_width(self, layer: int) -> int:
+        """Elements of one attention output row of `layer`."""
+        return self.group_of(layer).out_width
+
+    @property
+    def max_row_width(self) -> int:
+        return max(group.row_width for group in self.groups)
+
+    @property
+    def max_out_width(self) -> int:
+        return max(group.out_width for group in self.groups)

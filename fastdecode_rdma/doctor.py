@@ -1,0 +1,235 @@
+"""`fastdecode doctor`: what this machine has, what is missing, and what will be used.
+
+Every fact is looked up on its own: what cannot be found out is said so and stops nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+from collections.abc import Callable
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from fastdecode_rdma import __version__
+from fastdecode_rdma.errors import FastDecodeError
+from fastdecode_rdma.worker import limits
+
+ROOT = Path("/")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `fastdecode doctor`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+
+
+def find_python() -> dict[str, str]:
+    """Returns the versions of the interpreter, this package, numpy and the system."""
+    try:
+        numpy = metadata.version("numpy")
+    except metadata.PackageNotFoundError:
+        numpy = "missing: run `pip install numpy`"
+    return {
+        "fastdecode_rdma": __version__,
+        "python": platform.python_version(),
+        "numpy": numpy,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def find_torch() -> dict[str, Any]:
+    """Returns torch's version and device; a machine that only runs workers needs none."""
+    try:
+        torch = import_module("torch")
+    except ImportError as exc:
+        return {
+            "version": None,
+            "device": None,
+            "note": f"{exc}; fine for a worker, an engine needs it: `pip install torch`",
+        }
+    if not torch.cuda.is_available():
+        return {"version": torch.__version__, "device": "cpu", "note": "no CUDA device"}
+    name = torch.cuda.get_device_name(0)
+    return {"version": torch.__version__, "device": "cuda:0", "note": name}
+
+
+def find_kernel() -> dict[str, Any]:
+    """Returns the instruction sets that the compiled kernel can use here, and the chosen one."""
+    try:
+        machinery = import_module("fastdecode_rdma.worker.machinery")
+        facts = machinery.kernel_facts()
+    except (ImportError, FastDecodeError) as exc:
+        return {"isa": None, "available": [], "forced": None, "note": str(exc)}
+    return {
+        "isa": facts.isa,
+        "available": list(facts.available),
+        "forced": os.environ.get("FASTDECODE_ISA"),
+        "note": None,
+    }
+
+
+def find_threads(root: Path = ROOT) -> dict[str, Any]:
+    """Returns the CPUs that this process may use and the threads a worker would start."""
+    affinity = sorted(os.sched_getaffinity(0))
+    default = limits.default_threads(root, affinity)
+    return {
+        "cpus": len(affinity),
+        "physical_cores": limits.physical_cores(affinity, root),
+        "cgroup_cpus": limits.cgroup_cpus(root),
+        "default": default.value,
+        "reason": default.reason,
+    }
+
+
+def find_memory(root: Path = ROOT) -> dict[str, Any]:
+    """Returns the memory that is free, by the system and by the cgroup, in bytes."""
+    cgroup = limits.cgroup_memory(root)
+    facts: dict[str, Any] = {
+        "available": limits.available_memory(root),
+        "cgroup_limit": None if cgroup is None else cgroup[0],
+        "cgroup_left": None if cgroup is None else cgroup[1],
+    }
+    try:
+        default = limits.default_memory(root)
+    except FastDecodeError as exc:
+        return facts | {"default": None, "reason": str(exc)}
+    return facts | {"default": default.value, "reason": default.reason}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # this kernel does not have it
+        return None
+
+
+def find_huge_pages(root: Path = ROOT) -> dict[str, Any]:
+    """Returns the mode of transparent huge pages and the number of reserved ones."""
+    modes = _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    chosen = [mode.strip("[]") for mode in modes.split() if mode.startswith("[")]
+    reserved = [
+        int(line.split()[1])
+        for line in (_text(root / "proc/meminfo") or "").splitlines()
+        if line.startswith("HugePages_Total:")
+    ]
+    mode = chosen[0] if chosen else None
+    return {
+        "transparent": mode,
+        "reserved": reserved[0] if reserved else 0,
+        "used": mode in ("always", "madvise"),
+    }
+
+
+def find_memlock() -> dict[str, int | None]:
+    """Returns how many bytes may be locked (and so registered for RDMA); None is unlimited."""
+    soft, hard = (
+        None if value == resource.RLIM_INFINITY else value
+        for value in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    )
+    return {"soft": soft, "hard": hard}
+
+
+def find_numa(root: Path = ROOT) -> dict[str, str]:
+    """Returns the CPUs of each NUMA node."""
+    nodes = {}
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        nodes[folder.name] = _text(folder / "cpulist") or ""
+    return nodes
+
+
+def find_verbs(root: Path = ROOT) -> dict[str, Any]:
+    """Returns the RDMA devices that the kernel shows, and whether user space may open them."""
+    folder = root / "sys/class/infiniband"
+    devices = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
+    return {"devices": devices, "openable": (root / "dev/infiniband").is_dir()}
+
+
+def find_all() -> dict[str, Any]:
+    """Returns every section."""
+    sections: dict[str, Callable[[], Any]] = {
+        "python": find_python,
+        "torch": find_torch,
+        "kernel": find_kernel,
+        "threads": find_threads,
+        "memory": find_memory,
+        "huge_pages": find_huge_pages,
+        "memlock": find_memlock,
+        "numa": find_numa,
+        "verbs": find_verbs,
+    }
+    facts = {name: find() for name, find in sections.items()}
+    facts["used"] = what_is_used(facts)
+    return facts
+
+
+def what_is_used(facts: dict[str, Any]) -> dict[str, str]:
+    """Returns what an engine and a worker would do here, in words."""
+    torch, kernel, memory = facts["torch"], facts["kernel"], facts["memory"]
+    huge = facts["huge_pages"]
+    engine = "none: torch is missing"
+    if torch["version"] is not None:
+        engine = f"torch {torch['version']} on {torch['device']}"
+    attention = "none: the compiled kernel is missing"
+    if kernel["isa"] is not None:
+        attention = f"{kernel['isa']} kernel, {facts['threads']['default']} threads"
+    default = memory["default"]
+    cache = "pass --memory" if default is None else limits.format_memory(default)
+    pages = "huge pages where the system gives them" if huge["used"] else "small pages"
+    return {
+        "dense layers": engine,
+        "attention": attention,
+        "KV-cache": f"{cache} ({memory['reason']}), {pages}",
+        "transport": "tcp",
+    }
+
+
+def _amount(nbytes: int | None, absent: str) -> str:
+    return absent if nbytes is None else limits.format_memory(nbytes)
+
+
+def format_lines(facts: dict[str, Any]) -> str:
+    """Returns the facts as one line each, what will be used last."""
+    python, torch, kernel = facts["python"], facts["torch"], facts["kernel"]
+    threads, memory, huge = facts["threads"], facts["memory"], facts["huge_pages"]
+    memlock, verbs = facts["memlock"], facts["verbs"]
+    quota = threads["cgroup_cpus"]
+    cores = f"{threads['cpus']} CPUs in the affinity mask, {threads['physical_cores']} cores"
+    forced = f" (FASTDECODE_ISA={kernel['forced']})" if kernel["forced"] else ""
+    rows = [
+        ("python", ", ".join(f"{name} {value}" for name, value in python.items())),
+        ("torch", f"{torch['version'] or 'missing'} ({torch['note']})"),
+        (
+            "kernel",
+            f"{', '.join(kernel['available'])}; chosen {kernel['isa']}{forced}"
+            if kernel["note"] is None
+            else kernel["note"],
+        ),
+        ("threads", cores + ("" if quota is None else f", cgroup quota {quota:g} CPUs")),
+        (
+            "memory",
+            f"{_amount(memory['available'], 'unknown')} available, "
+            f"cgroup limit {_amount(memory['cgroup_limit'], 'none')}",
+        ),
+        ("huge pages", f"transparent {huge['transparent']}, {huge['reserved']} reserved"),
+        (
+            "memlock",
+            f"{_amount(memlock['soft'], 'unlimited')}, "
+            f"at most {_amount(memlock['hard'], 'unlimited')}",
+        ),
+        ("NUMA", "; ".join(f"{k}: CPUs {v}" for k, v in facts["numa"].items()) or "unknown"),
+        ("RDMA", ", ".join(verbs["devices"]) or "no device"),
+        *((f"use: {name}", text) for name, text in facts["used"].items()),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the facts."""
+    facts = find_all()
+    print(json.dumps(facts, indent=2) if args.json else format_lines(facts))
+    return 0

@@ -1,0 +1,424 @@
+"""The engine: one step at a time, continuous batching, recovery from lost workers.
+
+All methods are called by one thread. A step never leaves half a state behind: cache lengths and ids
+move
+only after its logits are there, so a failed step is simply run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.config import StepCode
+from fastdecode_rdma.engine.cache import CacheLedger
+from fastdecode_rdma.engine.decode import DecodeRunner, build_batch
+from fastdecode_rdma.engine.outputs import accept_token
+from fastdecode_rdma.engine.prefill import PrefillItem, PrefillJob
+from fastdecode_rdma.engine.state import LiveSequence, Request
+from fastdecode_rdma.errors import (
+    CacheFullError,
+    FastDecodeError,
+    StepError,
+    TransportTimeout,
+    WorkerLostError,
+)
+from fastdecode_rdma.models import DecoderModel
+from fastdecode_rdma.sampling import sample
+from fastdecode_rdma.scheduler import Job, Scheduler
+from fastdecode_rdma.sequence import TokenEvent
+
+DECODE_TABLE = 0
+STALL_POLL_S = 0.02
+"""How long an engine that can do nothing (other engines hold the workers' memory) waits between
+looks."""
+
+
+@dataclass(slots=True)
+class EngineOptions:
+    """max_num_batched_tokens: prompt tokens (times all layers) prefilled between two decode steps.
+    """
+
+    max_model_len: int
+    max_rows: int
+    max_num_batched_tokens: int
+    deterministic: bool
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start; seconds are the engine thread's."""
+
+    steps: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    preemptions: int = 0
+    recoveries: int = 0
+    step_s: float = 0.0
+    prefill_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RunningPrefill:
+    """A prefill job on its way through the layers."""
+
+    job: PrefillJob
+    cells: Iterator[int]
+    members: list[LiveSequence] = field(default_factory=list)
+
+
+class Engine:
+    """Drives a model and its attention workers through the sequences that the scheduler picks."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        ledger: CacheLedger,
+        scheduler: Scheduler,
+        options: EngineOptions,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.ledger = ledger
+        self.scheduler = scheduler
+        self.options = options
+        self.counters = EngineCounters()
+        self.runner = DecodeRunner(model, backend)
+        self._live: dict[int, LiveSequence] = {}
+        self._gangs: list[tuple[int, ...]] = []  # admitted, prefill not begun
+        self._prefill: RunningPrefill | None = None
+        self._next_handle = 1
+        self._step = 0
+        self._stalled_since: float | None = None
+
+    # -- requests
+
+    def add(self, request: Request) -> None:
+        """Queues a validated request."""
+        jobs = []
+        for sample_index in range(request.params.n):
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+            prompt_len = len(request.prompt_ids)
+            job = Job(handle, prompt_len, prompt_len, request.max_tokens, handle)
+            seq = LiveSequence(handle, request, sample_index, job, request.make_detokenizer())
+            self._live[handle] = seq
+            request.sequences.append(seq)
+            jobs.append(job)
+        self.scheduler.add(jobs)
+
+    def cancel(self, request: Request) -> None:
+        """Drops what is left of a request; its memory is free after the current step."""
+        self._drop([seq for seq in request.sequences if seq.handle in self._live])
+
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def _drop(self, sequences: list[LiveSequence]) -> None:
+        """Ends sequences in any state and frees what they hold."""
+        held = []
+        for seq in sequences:
+            self._live.pop(seq.handle, None)
+            self.scheduler.remove(seq.handle)
+            if self._prefill is not None and seq in self._prefill.members:
+                seq.cancelled = True  # its rows are under way: freed when the job ends
+            else:
+                held.append(seq)
+        self._free(held)
+
+    def _free(self, sequences: list[LiveSequence]) -> None:
+        per_worker: dict[int, list[int]] = {}
+        for seq in sequences:
+            self.ledger.release(seq.handle)
+            if seq.worker >= 0:
+                per_worker.setdefault(seq.worker, []).append(seq.handle)
+        for worker, handles in per_worker.items():
+            try:
+                self.backend.free(worker, handles)
+            except WorkerLostError as lost:
+                self._recover(lost)
+
+    def _fail_request(self, request: Request, error: FastDecodeError) -> None:
+        """Ends one request with an error, the others go on."""
+        self._drop([seq for seq in request.sequences if seq.handle in self._live])
+        request.fail(request.index, error)
+
+    def fail_all(self, error: FastDecodeError) -> None:
+        """Ends every request with the same error."""
+        self._prefill = None
+        for request in {seq.request for seq in self._live.values()}:
+            self._fail_request(request, error)
+
+    # -- one step
+
+    def step(self) -> bool:
+        """Schedules and runs one step; False if nothing could be done just now."""
+        started = time.perf_counter()
+        try:
+            worked = self._step_once()
+        except (WorkerLostError, StepError, TransportTimeout) as error:
+            self._recover(error)
+            worked = True
+        self.counters.step_s += time.perf_counter() - started
+        return worked
+
+    def _step_once(self) -> bool:
+        if not self.ledger.has_workers():
+            raise WorkerLostError("(all)", "no attention worker is left")
+        plan = self.scheduler.schedule(self.ledger)
+        for handle in plan.preempted:
+            self._preempt(self._live[handle])
+        self._gangs.extend(plan.prefill)
+        worked = self._run_prefill()
+        ready = [self._live[h] for h in plan.decode if h in self._live and self._live[h].ready]
+        if ready:
+            self._decode(ready)
+            worked = True
+        self._watch_stall(worked)
+        return worked
+
+    def _watch_stall(self, worked: bool) -> None:
+        """Fails the first request in line when nothing has moved for timeout_s."""
+        if worked or not self._live:
+            self._stalled_since = None
+            return
+        now = time.monotonic()
+        if self._stalled_since is None:
+            self._stalled_since = now
+        if now - self._stalled_since > self.options.timeout_s:
+            self._stalled_since = None
+            seq = next(iter(self._live.values()))
+            self._fail_request(
+                seq.request,
+                CacheFullError(
+                    f"no worker had room for {seq.num_tokens} tokens within "
+                    f"{self.options.timeout_s:g} s; other engines hold the memory"
+                ),
+            )
+        time.sleep(STALL_POLL_S)
+
+    def _next_step(self) -> int:
+        self._step = (self._step + 1) & 0xFFFFFFFF
+        return self._step
+
+    def _preempt(self, seq: LiveSequence) -> None:
+        """Takes a running sequence's cache away; the scheduler has queued it again already."""
+        self.counters.preemptions += 1
+        if self._prefill is not None and seq in self._prefill.members:
+            self._abort_prefill()
+        self._gangs = [gang for gang in self._gangs if seq.handle not in gang]
+        self._free([seq])
+        seq.lose_cache()
+
+    # -- prefill
+
+    def _run_prefill(self) -> bool:
+        """Runs cells up to the token budget; True if there was any."""
+        if self._prefill is None and not self._gangs:
+            return False
+        started = time.perf_counter()
+        budget = self.options.max_num_batched_tokens * self.model.config.num_layers
+        while budget > 0 and (self._prefill is not None or self._gangs):
+            if self._prefill is None:
+                self._prefill = self._start_prefill()
+                continue
+            rows = next(self._prefill.cells, None)
+            if rows is None:
+                self._finish_prefill()
+            else:
+                budget -= rows
+        self.counters.prefill_s += time.perf_counter() - started
+        return True
+
+    def _start_prefill(self) -> RunningPrefill | None:
+        """Packs admitted gangs into a job, up to the token budget (one longer prompt goes alone).
+        """
+        items: list[PrefillItem] = []
+        members: list[LiveSequence] = []
+        tokens = 0
+        while self._gangs:
+            gang = [self._live[h] for h in self._gangs[0] if h in self._live]
+            if not gang:
+                self._gangs.pop(0)
+                continue
+            ids = self._ids_to_prefill(gang[0])
+            if tokens and tokens + len(ids) > self.options.max_num_batched_tokens:
+                break
+            self._gangs.pop(0)
+            tokens += len(ids)
+            for seq in gang:
+                seq.worker = self.ledger.worker_of(seq.handle)
+            items.append(PrefillItem(tuple(seq.handle for seq in gang), gang[0].worker, ids))
+            members.extend(gang)
+        if not items:
+            return None
+        job = PrefillJob(self.model, self.backend, items)
+        return RunningPrefill(job, job.cells(self._next_step()), members)
+
+    def _ids_to_prefill(self, seq: LiveSequence) -> np.ndarray:
+        """Everything so far; in deterministic mode the prompt only, what was generated is replayed.
+        """
+        return seq.request.prompt_ids if self.options.deterministic else seq.all_ids()
+
+    def _finish_prefill(self) -> None:
+        running, self._prefill = self._prefill, None
+        assert running is not None and running.job.logits is not None
+        self.counters.prompt_tokens += running.job.num_tokens
+        rows: list[int] = []
+        samplers: list[LiveSequence] = []
+        cancelled = [seq for seq in running.members if seq.cancelled]
+        by_handle = {seq.handle: seq for seq in running.members if not seq.cancelled}
+        for row, item in enumerate(running.job.items):
+            for handle in item.handles:
+                seq = by_handle.get(handle)
+                if seq is None:
+                    continue
+                seq.kv_len, seq.ready = len(item.token_ids), True
+                if seq.kv_len == seq.num_tokens:
+                    rows.append(row)
+                    samplers.append(seq)
+        self._free(cancelled)
+        if samplers:
+            self._sample(running.job.logits[rows], samplers)
+
+    def _abort_prefill(self) -> None:
+        """Gives up the running job; its members go back to the queue without cache."""
+        running, self._prefill = self._prefill, None
+        assert running is not None
+        for seq in running.members:
+            if not seq.cancelled:
+                self.scheduler.requeue(seq.handle)
+        self._free(running.members)
+        for seq in running.members:
+            seq.lose_cache()
+
+    # -- decode
+
+    def _decode(self, ready: list[LiveSequence]) -> None:
+        batch = build_batch(ready, self.options.max_rows)
+        logits, finite = self.runner.run(batch, DECODE_TABLE, self._next_step())
+        self.counters.steps += 1
+        rows: list[int] = []
+        samplers: list[LiveSequence] = []
+        for row, (seq, count, fine) in enumerate(
+            zip(batch.sequences, batch.counts, finite, strict=True)
+        ):
+            if not fine:
+                self._fail_request(seq.request, _non_finite(seq, "attention inputs or outputs"))
+                continue
+            seq.kv_len += count
+            if seq.kv_len == seq.num_tokens:
+                rows.append(row)
+                samplers.append(seq)
+        samplers_alive = [
+            (r, s) for r, s in zip(rows, samplers, strict=True) if s.handle in self._live
+        ]
+        if samplers_alive:
+            rows = [r for r, _ in samplers_alive]
+            self._sample(
+                logits if len(rows) == len(logits) else logits[rows], [s for _, s in samplers_alive]
+            )
+
+    def _sample(self, logits: torch.Tensor, sequences: list[LiveSequence]) -> None:
+        """Samples the next token of each sequence, delivers the events, ends the finished."""
+        started = time.perf_counter()
+        sampled = sample(
+            logits,
+            [seq.request.params for seq in sequences],
+            [seq.request.seed for seq in sequences],
+            [len(seq.output_ids) for seq in sequences],
+            [seq.sample_index for seq in sequences],
+        )
+        events: dict[Request, list[TokenEvent]] = {}
+        finished: list[LiveSequence] = []
+        for row, seq in enumerate(sequences):
+            if not sampled.finite[row]:
+                if seq.handle in self._live:
+                    self._fail_request(seq.request, _non_finite(seq, "logits"))
+                continue
+            event = accept_token(
+                seq,
+                sampled.token_ids[row],
+                None if sampled.logprobs is None else sampled.logprobs[row],
+                None if sampled.top_logprobs is None else sampled.top_logprobs[row],
+                self.options.max_model_len,
+            )
+            seq.job.num_tokens = seq.num_tokens
+            self.counters.tokens += 1
+            events.setdefault(seq.request, []).append(event)
+            if event.finish_reason is not None:
+                finished.append(seq)
+        self.counters.sample_s += time.perf_counter() - started
+        self._drop(finished)
+        for request, batch in events.items():
+            request.deliver(batch)
+
+    # -- failures
+
+    def _recover(self, error: FastDecodeError) -> None:
+        """After a lost worker or a refused step: what it held is queued again, nothing else is
+        touched."""
+        if isinstance(error, StepError):
+            self._recover_step(error)
+            return
+        if isinstance(error, TransportTimeout):
+            raise error
+        assert isinstance(error, WorkerLostError)
+        self.counters.recoveries += 1
+        worker = error.worker_index
+        if worker is None:
+            raise error
+        self.ledger.lose_worker(worker)
+        if self._prefill is not None and any(s.worker == worker for s in self._prefill.members):
+            self._abort_prefill()
+        self._gangs = [gang for gang in self._gangs if not self._lost_gang(gang, worker)]
+        for seq in list(self._live.values()):
+            if seq.worker == worker:
+                self.scheduler.requeue(seq.handle)
+                self.ledger.release(seq.handle)
+                seq.lose_cache()
+
+    def _lost_gang(self, gang: tuple[int, ...], lost: int) -> bool:
+        """Whether an admitted but unstarted gang was placed on the lost worker; queues it again if
+        so."""
+        here = [handle for handle in gang if handle in self._live]
+        if not here or self.ledger.worker_of(here[0]) != lost:
+            return False
+        for handle in here:
+            self.scheduler.requeue(handle)
+            self.ledger.release(handle)
+        return True
+
+    def _recover_step(self, error: StepError) -> None:
+        """A worker whose memory other engines use refuses a step: the youngest sequence there gives
+        way."""
+        if error.code != StepCode.CACHE_FULL:
+            raise error
+        if self._prefill is not None:
+            self._abort_prefill()
+            return
+        there = [
+            seq for seq in self._live.values() if seq.worker == error.worker_index and seq.ready
+        ]
+        if there:
+            youngest = max(there, key=lambda seq: seq.job.arrival)
+            self.scheduler.requeue(youngest.handle)
+            self._preempt(youngest)
+
+
+def _non_finite(seq: LiveSequence, where: str) -> FastDecodeError:
+    return FastDecodeError(
+        f"request {seq.request.index}: non-finite {where} at token {seq.num_tokens}; "
+        "the weights or the KV dtype overflow (try dtype='float32' or kv_cache_dtype='fp32')"
+    )

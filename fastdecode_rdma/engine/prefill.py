@@ -1,0 +1,267 @@
+"""Prefill on the dense side, layer-major, with bounded memory.
+
+For one layer, all chunks of all prompts of the job; that layer's K/V is kept while its chunks
+attend, is
+streamed to the workers, and its memory serves the next layer. So a job holds the hidden states of
+its
+tokens and the K/V of one layer, whatever the depth of the model (`peak_bytes` says how much).
+
+The unit of work is a *cell*: one layer of one group of chunks. `cells()` yields after each, so the
+engine
+decides how many run between two decode steps. A prompt's chunk borders are multiples of
+CHUNK_TOKENS within
+the prompt: its bits depend on nothing else in the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, UPLOAD_TABLE, KVGroup
+from fastdecode_rdma.models import DecoderModel
+
+CHUNK_TOKENS = 512
+"""Rows of one dense pass: enough for full GEMM speed, few enough that their activations stay small.
+"""
+
+
+@dataclass(slots=True)
+class PrefillItem:
+    """One prompt. `handles[0]` is uploaded; the others (n > 1) are forked from it at the end."""
+
+    handles: tuple[int, ...]
+    worker: int
+    token_ids: np.ndarray  # int64 [L]
+    first_row: int = 0  # place in the job's rows, set by the job
+    entry: int = 0  # place in its worker's step table, set by the job
+
+
+@dataclass(slots=True)
+class Cell:
+    """Consecutive rows of the job, made of whole chunks: (item, start, stop) in tokens of the item.
+    """
+
+    first_row: int
+    num_rows: int = 0
+    pieces: list[tuple[PrefillItem, int, int]] = field(default_factory=list)
+
+
+def split_into_cells(items: Sequence[PrefillItem]) -> list[Cell]:
+    """Cuts the items into chunks at multiples of CHUNK_TOKENS and groups neighbours up to that
+    size."""
+    cells: list[Cell] = []
+    for item in items:
+        for start in range(0, len(item.token_ids), CHUNK_TOKENS):
+            stop = min(start + CHUNK_TOKENS, len(item.token_ids))
+            if not cells or cells[-1].num_rows + stop - start > CHUNK_TOKENS:
+                cells.append(Cell(item.first_row + start))
+            cells[-1].pieces.append((item, start, stop))
+            cells[-1].num_rows += stop - start
+    return cells
+
+
+def peak_bytes(num_tokens: int, model: DecoderModel) -> int:
+    """Bound on what a job of num_tokens (one prompt) allocates at once, weights aside, in bytes.
+
+    Hidden states and positions of all tokens, K and V of one layer, and for one chunk: the
+    projections,
+    the attention mask over the whole context (fp32, and its boolean source) and the outputs.
+    """
+    config, groups = model.config, model.config.kv_groups
+    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
+    row_width = max(group.row_width for group in groups)
+    chunk = min(num_tokens, CHUNK_TOKENS)
+    per_token = 4 * config.hidden_size + 8 + 8 + 2 * 4 * kv_width
+    per_chunk_row = 4 * (6 * config.hidden_size + 4 * row_width + 4 * config.intermediate_size)
+    return num_tokens * per_token + chunk * (per_chunk_row + num_tokens * (4 + 4 + 1))
+
+
+class PrefillJob:
+    """Runs the prompts of `items` through the model and uploads their K/V.
+
+    After the last cell, `logits` is [num_items, V]: those of each prompt's last token, and every
+    handle is
+    ready to decode. Errors of the backend pass through; the job is then worthless and may be
+    dropped.
+    """
+
+    def __init__(
+        self, model: DecoderModel, backend: AttentionBackend, items: list[PrefillItem]
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.items = sorted(items, key=lambda item: item.worker)  # workers own ranges of the table
+        self.num_tokens = 0
+        self.logits: Tensor | None = None
+        for item in self.items:
+            item.first_row = self.num_tokens
+            self.num_tokens += len(item.token_ids)
+        self._groups = {layer: group for group in model.config.kv_groups for layer in group.layers}
+        self.num_layers = len(self._groups)
+
+    def _begin(self, step: int) -> None:
+        """Sends the step table: one upload entry per prompt."""
+        assignments = []
+        for worker in sorted({item.worker for item in self.items}):
+            mine = [item for item in self.items if item.worker == worker]
+            entries = np.zeros(len(mine), ENTRY_DTYPE)
+            for place, item in enumerate(mine):
+                item.entry = place
+                entries[place] = (item.handles[0], 0, len(item.token_ids), ENTRY_UPLOAD)
+            assignments.append((worker, entries))
+        self.backend.begin_step(UPLOAD_TABLE, step, assignments)
+
+    def cells(self, step: int) -> Iterator[int]:
+        """Runs the job cell by cell; yields the rows of each finished cell."""
+        self._begin(step)
+        token_ids = torch.from_numpy(np.concatenate([item.token_ids for item in self.items]))
+        positions = torch.cat([torch.arange(len(item.token_ids)) for item in self.items])
+        hidden = self._embed(token_ids, positions)
+        kv_width = max(group.num_kv_heads * group.head_dim for group in self._groups.values())
+        keys, values = torch.empty(2, self.num_tokens * kv_width)
+        cells = split_into_cells(self.items)
+        for layer in range(self.num_layers):
+            for cell in cells:
+                self._run_cell(layer, cell, hidden, positions, keys, values)
+                yield cell.num_rows
+        last = [item.first_row + len(item.token_ids) - 1 for item in self.items]
+        self.logits = self.model.logits(hidden[last]).clone()
+        for worker in {item.worker for item in self.items}:
+            self.backend.wait_ready(worker, UPLOAD_TABLE)
+        for item in self.items:
+            for copy in item.handles[1:]:
+                self.backend.fork(item.worker, item.handles[0], copy, len(item.token_ids))
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden: Tensor | None = None
+        for start in range(0, self.num_tokens, CHUNK_TOKENS):
+            rows = slice(start, min(start + CHUNK_TOKENS, self.num_tokens))
+            part = self.model.embed(token_ids[rows], positions[rows])
+            if hidden is None:
+                hidden = torch.empty(self.num_tokens, part.shape[1], dtype=part.dtype)
+            hidden[rows] = part
+        assert hidden is not None  # a prompt has at least one token
+        return hidden
+
+    def _run_cell(
+        self,
+        layer: int,
+        cell: Cell,
+        hidden: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """One layer of one cell: hidden rows in place, K/V of the cell's tokens kept and uploaded.
+        """
+        group = self._groups[layer]
+        rows = slice(cell.first_row, cell.first_row + cell.num_rows)
+        x = hidden[rows]
+        qkv = torch.empty(cell.num_rows, group.row_width, dtype=x.dtype)
+        self.model.pre_attention(layer, x, positions[rows], qkv)
+        q_width, kv_width = group.out_width, group.num_kv_heads * group.head_dim
+        keys = keys[: self.num_tokens * kv_width].view(self.num_tokens, kv_width)
+        values = values[: self.num_tokens * kv_width].view(self.num_tokens, kv_width)
+        keys[rows] = qkv[:, q_width : q_width + kv_width]
+        values[rows] = qkv[:, q_width + kv_width :]
+        out = torch.empty(cell.num_rows, q_width, dtype=x.dtype)
+        for item, start, stop in cell.pieces:
+            at = item.first_row + start - cell.first_row
+            attend_chunk(
+                qkv[at : at + stop - start, :q_width],
+                keys[item.first_row : item.first_row + stop],
+                values[item.first_row : item.first_row + stop],
+                group,
+                scale=self.model.config.scale,
+                softcap=self.model.config.attn_softcap,
+                out=out[at : at + stop - start],
+            )
+            self._upload(layer, group, item, start, stop, keys, values)
+        done = self.model.post_attention(layer, x, out)
+        if done.data_ptr() != x.data_ptr():
+            hidden[rows] = done
+
+    def _upload(
+        self,
+        layer: int,
+        group: KVGroup,
+        item: PrefillItem,
+        start: int,
+        stop: int,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Sends K/V of tokens start .. stop; those that no later token can see are left out."""
+        if group.window is not None:
+            start = max(start, len(item.token_ids) - group.window)
+        if start >= stop:
+            return
+        row = item.first_row + start
+        self.backend.store_kv(
+            item.worker,
+            UPLOAD_TABLE,
+            layer,
+            item.entry,
+            start,
+            keys[row].data_ptr(),
+            values[row].data_ptr(),
+            stop - start,
+        )
+
+
+def attend_chunk(
+    q: Tensor,  # [T, Hq * D], the last T tokens of the context
+    keys: Tensor,  # [L, Hkv * D]
+    values: Tensor,  # [L, Hkv * D]
+    group: KVGroup,
+    *,
+    scale: float,
+    softcap: float | None,
+    out: Tensor,  # [T, Hq * D]
+) -> None:
+    """Causal attention of a chunk over its own context, window and grouped heads included; fills
+    `out`."""
+    num_rows, length, dim = q.shape[0], keys.shape[0], group.head_dim
+    first = 0  # the first key that any row of the chunk sees
+    if group.window is not None:
+        first = max(0, length - num_rows - group.window + 1)
+    ratio = group.num_q_heads // group.num_kv_heads
+    # KV heads as batch, the group's query heads as heads: K and V are shared by a stride of 0, not
+    # copied
+    heads = q.view(num_rows, group.num_kv_heads, ratio, dim).permute(1, 2, 0, 3)
+    k = keys[first:].view(length - first, group.num_kv_heads, 1, dim).permute(1, 2, 0, 3)
+    v = values[first:].view(length - first, group.num_kv_heads, 1, dim).permute(1, 2, 0, 3)
+    k = k.expand(-1, ratio, -1, -1)
+    v = v.expand(-1, ratio, -1, -1)
+    whole = num_rows == length and (group.window is None or group.window >= length)
+    mask = (
+        None if whole and softcap is None else _causal_mask(num_rows, length, first, group.window)
+    )
+    if softcap is None:
+        result = F.scaled_dot_product_attention(
+            heads, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+    else:
+        scores = torch.matmul(heads, k.transpose(-1, -2)) * scale
+        scores = torch.tanh(scores / softcap) * softcap + mask
+        result = torch.matmul(torch.softmax(scores, dim=-1), v)
+    out.view(num_rows, group.num_kv_heads, ratio, dim).copy_(result.permute(2, 0, 1, 3))
+
+
+def _causal_mask(num_rows: int, length: int, first: int, window: int | None) -> Tensor:
+    """Additive mask [T, L - first]: 0 where row i (token length - T + i) sees key first + j, else
+    -inf."""
+    rows = torch.arange(length - num_rows, length).unsqueeze(1)
+    columns = torch.arange(first, length).unsqueeze(0)
+    hidden = columns > rows
+    if window is not None:
+        hidden |= columns <= rows - window
+    mask = torch.zeros(num_rows, length - first)
+    return mask.masked_fill_(hidden, float("-inf"))

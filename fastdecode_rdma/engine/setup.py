@@ -1,0 +1,261 @@
+"""Builds an engine: options checked, model loaded, workers connected, cache sized."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode_rdma.attention import connect_workers
+from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.config import AttentionGeometry, dtype_name
+from fastdecode_rdma.engine.cache import CacheLedger
+from fastdecode_rdma.engine.core import Engine, EngineOptions
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.models import DecoderModel, ModelConfig, load_model
+from fastdecode_rdma.ops import CpuOps
+from fastdecode_rdma.scheduler import make_scheduler
+
+logger = logging.getLogger(__name__)
+
+REPLAY_ROWS = 64
+"""Rows a step has at least, so that a recovered sequence replays many generated tokens per step."""
+MAX_WORKER_WAIT_S = 10.0
+"""How long the engine waits for a worker to come back when it has none left."""
+
+RENAMED = {
+    "model": "path",
+    "max_length": "max_model_len",
+    "max_seq_len": "max_model_len",
+    "torch_dtype": "dtype",
+    "max_batch_size": "max_num_seqs",
+    "batch_size": "max_num_seqs",
+    "device_map": "device",
+}
+"""Names of other libraries, and ours."""
+
+
+@dataclass(frozen=True)
+class GeneratorOptions:
+    """The checked keyword arguments of `Generator.from_pretrained` that concern the engine."""
+
+    workers: tuple[str, ...] | None = None
+    token_file: str | os.PathLike[str] | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    device: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    deterministic: bool = False
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 2, 1 << 27),
+            ("max_num_seqs", 1, 1 << 16),
+            ("max_num_batched_tokens", 1, 1 << 24),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "max_model_len":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s must be a positive number, got {self.timeout_s!r}")
+        if self.device not in (None, "cpu"):
+            raise ConfigError(
+                f"device={self.device!r}: this version runs the dense layers on 'cpu' only"
+            )
+        if self.dtype != "auto" and dtype_name(self.dtype) != "fp32":
+            raise ConfigError(
+                f"dtype={self.dtype!r}: a CPU computes in float32 (bf16 weights are kept in bf16 all "
+                "the same); use 'auto' or 'float32'"
+            )
+        if self.kv_cache_dtype != "auto":
+            dtype_name(self.kv_cache_dtype)
+
+    @classmethod
+    def checked(cls, unknown: Mapping[str, object], **known: Any) -> GeneratorOptions:
+        """Refuses unknown keyword arguments, naming the nearest of ours."""
+        for name in unknown:
+            from fastdecode_rdma.generator import Generator
+
+            ours = [*inspect.signature(Generator.from_pretrained).parameters]
+            ours = [n for n in ours if n not in ("unknown", "cls")]
+            near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, ours, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; expected one of {ours}"
+            raise ConfigError(f"unknown argument {name!r}{hint}")
+        assert {f.name for f in fields(cls)} == set(known)
+        return cls(**known)
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """A built engine with what must be closed after it."""
+
+    model: DecoderModel
+    engine: Engine
+    backend: AttentionBackend
+    ops: CpuOps
+    max_num_seqs: int
+    worker_wait_s: float
+    closed: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def reconnect(self) -> bool:
+        """Tries to bring lost workers back; True if one came."""
+        back = self.backend.reconnect_lost()
+        for worker in back:
+            self.engine.ledger.restore_worker(worker, self.backend.info(worker).capacity_bytes)
+        return bool(back)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of engine and workers; times in seconds."""
+        engine, counters = self.engine, self.engine.counters
+        attention_s = self.backend.attention_s()
+        exchange_s = engine.runner.exchange_s
+        return {
+            "steps": counters.steps,
+            "tokens": counters.tokens,
+            "prompt_tokens": counters.prompt_tokens,
+            "running": engine.scheduler.num_running,
+            "waiting": engine.scheduler.num_waiting,
+            "preemptions": counters.preemptions,
+            "recoveries": counters.recoveries,
+            "dense_s": engine.runner.model_s,
+            "attention_s": attention_s,
+            "transport_s": max(0.0, exchange_s - attention_s),
+            "python_s": max(
+                0.0,
+                counters.step_s - counters.prefill_s - engine.runner.model_s - exchange_s,
+            ),
+            "prefill_s": counters.prefill_s,
+            "gemm": {
+                f"{n}x{k} {dtype}": choice.backend
+                for (n, k, dtype), choice in self.ops.gemm_choices.items()
+            },
+            "isa": self.ops.isa,
+            "workers": self.backend.stats(),
+            "notes": list(self.notes),
+        }
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.backend.close()
+
+
+def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
+    """Returns a model directory: `path` itself, or that name's newest snapshot in the local HF cache.
+
+    Raises:
+        ConfigError: neither is there. Nothing is downloaded.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.is_file():
+        raise ConfigError(
+            f"{directory} is a file; expected a model directory (GGUF: `fastdecode convert` makes one)"
+        )
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    repo = hub / ("models--" + str(path).replace("/", "--"))
+    ref = repo / "refs" / "main"
+    if ref.is_file():
+        snapshot = repo / "snapshots" / ref.read_text().strip()
+        if snapshot.is_dir():
+            return snapshot
+    raise ConfigError(
+        f"no model at {directory}, and none of that name in {hub}; give a directory with config.json, "
+        "tokenizer.json and safetensors"
+    )
+
+
+def build_engine(directory: Path, options: GeneratorOptions) -> EngineParts:
+    """Loads the model of `directory` and connects its workers.
+
+    Raises:
+        ConfigError: the model or an option cannot be used. TransportError: a worker is not there.
+    """
+    config = ModelConfig.from_hf(directory)
+    max_model_len = options.max_model_len or config.max_model_len
+    ops = CpuOps(deterministic=options.deterministic)
+    model = load_model(directory, ops, max_model_len=max_model_len)
+    kv_dtype = (
+        config.dtype if options.kv_cache_dtype == "auto" else dtype_name(options.kv_cache_dtype)
+    )
+    geometry = AttentionGeometry(
+        groups=config.kv_groups,
+        scale=config.scale,
+        softcap=config.attn_softcap,
+        kv_dtype=kv_dtype,
+        max_rows=max(options.max_num_seqs, REPLAY_ROWS),
+        max_model_len=max_model_len,
+    )
+    backend = connect_workers(
+        options.workers, geometry, token_file=options.token_file, timeout_s=options.timeout_s,
+        num_threads=torch.get_num_threads(),
+    )  # fmt: skip
+    try:
+        return _assemble(model, ops, backend, geometry, options)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def _assemble(
+    model: DecoderModel,
+    ops: CpuOps,
+    backend: AttentionBackend,
+    geometry: AttentionGeometry,
+    options: GeneratorOptions,
+) -> EngineParts:
+    ledger = CacheLedger(geometry, [info.capacity_bytes for info in backend.infos()])
+    notes: list[str] = []
+    max_model_len = geometry.max_model_len
+    longest = ledger.longest_sequence()
+    if longest < max_model_len:
+        if options.max_model_len is not None or longest < 2:
+            raise ConfigError(
+                f"max_model_len={max_model_len} needs {ledger.bytes_for(max_model_len)} bytes of KV-cache "
+                f"on one worker and the largest has {ledger.largest_capacity()}; lower it to {longest} or "
+                "give a worker more --memory"
+            )
+        notes.append(
+            f"max_model_len lowered from {max_model_len} to {longest}: the workers' memory"
+        )
+        logger.warning(notes[-1])
+        max_model_len = longest
+    scheduler = make_scheduler(
+        "fcfs",
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+    engine = Engine(
+        model,
+        backend,
+        ledger,
+        scheduler,
+        EngineOptions(
+            max_model_len=max_model_len,
+            max_rows=geometry.max_rows,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            deterministic=options.deterministic,
+            timeout_s=options.timeout_s,
+        ),
+    )
+    return EngineParts(
+        model, engine, backend, ops, options.max_num_seqs,
+        min(options.timeout_s, MAX_WORKER_WAIT_S), notes=notes,
+    )  # fmt: skip

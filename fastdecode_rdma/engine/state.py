@@ -1,0 +1,73 @@
+"""What the engine keeps of requests and sequences while they live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastdecode_rdma.errors import FastDecodeError
+from fastdecode_rdma.scheduler.base import Job
+from fastdecode_rdma.sequence import SamplingParams, TokenEvent
+from fastdecode_rdma.tokenizer import IncrementalDetokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt with its parameters; `params.n` sequences share it.
+
+    `deliver` is called by the engine thread with the events of one step, `fail` with an error that
+    ends
+    this request and no other. Both only queue: they must not block.
+    """
+
+    index: int
+    prompt_ids: np.ndarray  # int64 [L]
+    params: SamplingParams
+    seed: int
+    max_tokens: int  # resolved: never more than the room left
+    eos_token_ids: frozenset[int]
+    make_detokenizer: Callable[[], IncrementalDetokenizer | None]
+    deliver: Callable[[list[TokenEvent]], None]
+    fail: Callable[[int, FastDecodeError], None]
+    sequences: list[LiveSequence] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """One sequence between submission and its last token.
+
+    kv_len: tokens in the worker's cache; the ids from there on are still to be fed.
+    ready: its prompt is cached, it takes part in decode steps.
+    """
+
+    handle: int
+    request: Request
+    sample_index: int
+    job: Job
+    detokenizer: IncrementalDetokenizer | None
+    output_ids: list[int] = field(default_factory=list)
+    worker: int = -1
+    kv_len: int = 0
+    ready: bool = False
+    cancelled: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    def pending_ids(self, count: int) -> list[int]:
+        """The next `count` ids to feed. Only generated ids can be pending: prompts are prefilled.
+        """
+        start = self.kv_len - len(self.request.prompt_ids)
+        return self.output_ids[start : start + count]
+
+    def all_ids(self) -> np.ndarray:
+        """Prompt and output ids, int64."""
+        return np.concatenate([self.request.prompt_ids, np.asarray(self.output_ids, np.int64)])
+
+    def lose_cache(self) -> None:
+        """Back to the state before the prefill; ids and text stay."""
+        self.worker, self.kv_len, self.ready = -1, 0, False

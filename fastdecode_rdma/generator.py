@@ -1,0 +1,310 @@
+"""`Generator`: load a model, connect to attention workers, stream text."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from fastdecode_rdma.engine.loop import EngineLoop
+from fastdecode_rdma.engine.setup import (
+    EngineParts,
+    GeneratorOptions,
+    build_engine,
+    resolve_model_dir,
+)
+from fastdecode_rdma.engine.state import Request
+from fastdecode_rdma.errors import ConfigError, FastDecodeError
+from fastdecode_rdma.prompts import (
+    Prompt,
+    PromptEncoder,
+    check_all,
+    check_lazily,
+    is_single_prompt,
+)
+from fastdecode_rdma.results import ResultCollector
+from fastdecode_rdma.sequence import RequestOutput, SamplingParams, TokenEvent
+from fastdecode_rdma.stream import EventStream, MakeRequest, Submission
+from fastdecode_rdma.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+ON_ERROR = ("raise", "event")
+
+
+class Generator:
+    """A model whose dense layers run here and whose attention runs in workers.
+
+    Made by `from_pretrained`; a context manager; usable from several threads, which share the
+    batch.
+    """
+
+    def __init__(
+        self, parts: EngineParts, tokenizer: Tokenizer | None, *, seed: int | None
+    ) -> None:
+        """Takes over the parts; use `from_pretrained`."""
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._encoder = PromptEncoder(
+            tokenizer,
+            vocab_size=parts.model.config.vocab_size,
+            max_model_len=parts.engine.options.max_model_len,
+        )
+        self._eos_token_ids = frozenset(parts.model.config.eos_token_ids) | frozenset(
+            () if tokenizer is None else tokenizer.eos_token_ids
+        )
+        self._started = time.monotonic()
+        self._loop = EngineLoop(
+            parts.engine, reconnect=parts.reconnect, worker_wait_s=parts.worker_wait_s
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        workers: Sequence[str] | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        device: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        tokenizer: str | os.PathLike[str] | None = None,
+        chat_template: str | None = None,
+        seed: int | None = None,
+        deterministic: bool = False,
+        timeout_s: float = 30.0,
+        **unknown: object,
+    ) -> Generator:
+        """Loads a model and connects to its attention workers.
+
+        path: a model directory, or a name in the local Hugging Face cache.
+        workers: addresses ("tcp://host:18815", "host"); None embeds one worker in this process.
+        token_file: the shared token for workers on other machines.
+        dtype: compute dtype; "auto" and "float32" on a CPU (bf16 weights stay bf16 in memory: exact).
+        kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16" or "bf16".
+        device: None or "cpu".
+        max_model_len: tokens of prompt and answer; default: what the model and the workers can
+        hold.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: prompt tokens prefilled between two decode steps.
+        tokenizer: another directory with a tokenizer; chat_template: another template (Jinja text).
+        seed: makes the seeds of unseeded requests reproducible.
+        deterministic: bit-identical results whatever the batch, the workers, preemption and losses.
+        timeout_s: bound on every wait for a worker.
+
+        Raises:
+            ConfigError: an argument or the model cannot be used; unknown names give the nearest
+            match.
+            TransportError: a worker cannot be reached.
+        """
+        options = GeneratorOptions.checked(
+            unknown,
+            workers=None if workers is None else _as_addresses(workers),
+            token_file=token_file,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            deterministic=deterministic,
+            timeout_s=timeout_s,
+        )
+        directory = resolve_model_dir(path)
+        text_dir = directory if tokenizer is None else Path(tokenizer)
+        loaded = Tokenizer.from_directory(
+            text_dir, chat_template=chat_template, required=tokenizer is not None
+        )
+        return cls(build_engine(directory, options), loaded, seed=seed)
+
+    # -- generation
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        on_error: str = "raise",
+    ) -> EventStream:
+        """Checks all prompts now, then returns an iterator over TokenEvents as they happen.
+
+        prompts: text, token ids or chat messages; one, a list, or any iterable, which is pulled as
+        the
+            batch has room (its bad prompts are errors of that prompt).
+        params: one for all, or one per prompt.
+        on_error: what a failure of one request does. "raise": the other requests run to their end, then
+            the error is raised; "event": it is an event with finish_reason "error".
+
+        Raises:
+            ConfigError: names every bad prompt by its index; nothing was started.
+        """
+        if on_error not in ON_ERROR:
+            raise ConfigError(f"on_error must be one of {ON_ERROR}, got {on_error!r}")
+        return EventStream(
+            self._loop,
+            self._submissions(prompts, params),
+            lookahead=self._parts.max_num_seqs + self._parts.max_num_seqs // 4 + 1,
+            raise_errors=on_error == "raise",
+        )
+
+    def complete(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        on_error: str = "raise",
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Runs all prompts to their end; returns their results in order.
+
+        Arguments and errors are those of `generate`; with on_error="event" a failed request's result has
+        its `error` set.
+        """
+        total = (
+            len(prompts)
+            if isinstance(prompts, Sequence) and not is_single_prompt(prompts)
+            else None
+        )
+        collector = ResultCollector(total, use_tqdm=use_tqdm)
+        source = self._submissions(prompts, params)
+        with (
+            collector,
+            EventStream(
+                self._loop,
+                collector.watch(source),
+                lookahead=self._parts.max_num_seqs + self._parts.max_num_seqs // 4 + 1,
+                raise_errors=on_error == "raise",
+            ) as stream,
+        ):
+            for event in stream:
+                collector.add(event)
+        return collector.results()
+
+    def _submissions(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+    ) -> Iterator[Submission]:
+        """Checks a list at once, an iterable as it is pulled; yields what a stream submits."""
+        if self._parts.closed:
+            raise FastDecodeError("the generator is closed")
+        default = SamplingParams() if params is None else params
+        if is_single_prompt(prompts):
+            prompts = [prompts]  # type: ignore[list-item]
+            if not isinstance(default, (SamplingParams, list, tuple)):
+                default = list(default)
+        if isinstance(prompts, (dict, bytes)) or not isinstance(prompts, Iterable):
+            raise ConfigError(
+                f"{type(prompts).__name__} is no prompt; expected text, token ids, chat messages or "
+                "an iterable of them"
+            )
+        if not isinstance(default, (SamplingParams, Iterable)):
+            raise ConfigError(f"expected SamplingParams, got {type(default).__name__}")
+        if not isinstance(prompts, Sequence):
+            return self._lazy(prompts, default)
+        if not isinstance(default, SamplingParams):
+            default = list(default)
+        checked = check_all(prompts, default, self._encoder.encode, self._check_params)
+        return iter([self._request_maker(*item) for item in checked])
+
+    def _lazy(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams]
+    ) -> Iterator[Submission]:
+        encode, check = self._encoder.encode, self._check_params
+        for index, ids, mine in check_lazily(prompts, params, encode, check):
+            yield (
+                (index, ids)
+                if isinstance(ids, ConfigError)
+                else self._request_maker(index, ids, mine)
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What only this generator knows of parameters."""
+        if params.n > self._parts.max_num_seqs:
+            raise ConfigError(f"n={params.n} is more than max_num_seqs={self._parts.max_num_seqs}")
+        if params.stop and self._tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, and this model has none")
+
+    def _request_maker(self, index: int, ids: np.ndarray, params: SamplingParams) -> MakeRequest:
+        room = self._encoder.max_model_len - len(ids)
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+
+        def make(deliver: Any, fail: Any) -> Request:
+            return Request(
+                index=index,
+                prompt_ids=ids,
+                params=params,
+                seed=seed,
+                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                eos_token_ids=self._eos_token_ids,
+                make_detokenizer=lambda: self._make_detokenizer(params),
+                deliver=deliver,
+                fail=fail,
+            )
+
+        return make
+
+    def _make_detokenizer(self, params: SamplingParams) -> Any:
+        return None if self._tokenizer is None else self._tokenizer.detokenizer(params)
+
+    # -- the rest
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or None if its directory has none."""
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that one sequence may hold, prompt and answer."""
+        return self._encoder.max_model_len
+
+    def stats(self) -> dict[str, Any]:
+        """Where the time went so far, and what the workers say of themselves.
+
+        `dense_s`, `attention_s`, `transport_s`, `python_s`: seconds of the engine thread in the
+        model's
+        layers, in the attention kernel (as the workers report it), in the rest of the exchange, and
+        in
+        scheduling, sampling and bookkeeping; `prefill_s` of prompts, whatever in.
+        """
+        elapsed = time.monotonic() - self._started
+        return {"elapsed_s": elapsed, **self._parts.stats()}
+
+    def close(self) -> None:
+        """Ends running requests, closes connections and frees memory. Idempotent and bounded."""
+        self._loop.close()
+        self._parts.close()
+
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_addresses(workers: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(workers, str):
+        raise ConfigError(f"workers must be a list of addresses, got the text {workers!r}")
+    if not workers:
+        raise ConfigError("workers is an empty list; give addresses, or None to embed a worker")
+    return tuple(workers)
+
+
+__all__ = ["Generator", "RequestOutput", "SamplingParams", "TokenEvent"]

@@ -1,0 +1,360 @@
+"""The dense side's operations on the CPU: packed GEMM and fused row kernels behind one small interface.
+
+`reference.ReferenceOps` has the same methods in plain torch: it is the oracle. Models call nothing
+else.
+Which GEMM runs is measured at load for every weight shape: the packed kernel of this package,
+torch's
+library or numpy's. The packed kernel sums in one fixed order, so its row bits do not depend on the
+batch;
+deterministic mode therefore uses it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.reference import RopeTable
+
+try:
+    from fastdecode_rdma import _dense
+except ImportError as exc:
+    raise ImportError(
+        "compiled kernels not found: run `pip install -e .`, or leave the checkout directory"
+    ) from exc
+
+PROBE_ROWS = (1, 8, 32, 128)
+"""Batch sizes at which the GEMM libraries are compared."""
+PROBE_COLUMNS = 8192
+"""Wider weights (the head) are compared on their first columns: the rate is the same, the time is
+not."""
+PROBE_REPEATS = 7
+"""The fastest of these counts: whatever else the machine does can only make a run slower."""
+PACKED_BONUS = 1.15
+"""The packed kernel keeps bf16 weights in half the memory, so a library must win by more than this.
+"""
+ACTIVATIONS = {"silu": _dense.SILU, "gelu_tanh": _dense.GELU_TANH, "relu": _dense.RELU}
+
+
+@dataclass(slots=True, eq=False)
+class Linear:
+    """One weight [N, K], packed for the kernel or row-major for a library, with an optional bias
+    [N]."""
+
+    in_features: int
+    out_features: int
+    weight: np.ndarray | Tensor
+    backend: str  # "packed", "torch" or "numpy"
+    weight_type: int = 0
+    address: int = 0
+    bias: Tensor | None = None
+    bias_address: int = 0
+
+
+@dataclass(slots=True)
+class GemmChoice:
+    """What the measurement at load said of one shape: seconds by backend, one per PROBE_ROWS."""
+
+    backend: str
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _choose_isa() -> str:
+    """Sets and returns the best instruction set, or the one that FASTDECODE_ISA names."""
+    wanted = os.environ.get("FASTDECODE_ISA", "")
+    if wanted and wanted not in _dense.ISA_NAMES:
+        raise ConfigError(f"FASTDECODE_ISA={wanted!r} is unknown; expected {_dense.ISA_NAMES}")
+    names = [wanted] if wanted else list(reversed(_dense.ISA_NAMES))
+    for name in names:
+        if _dense.set_isa(_dense.ISA_NAMES.index(name)):
+            return name
+    raise ConfigError(f"FASTDECODE_ISA={wanted!r}: this CPU lacks it; unset it or take 'baseline'")
+
+
+class CpuOps:
+    """Dense operations in fp32 on the CPU. All tensors are contiguous and row-major.
+
+    Results without `out` live in a workspace: valid until the same method is called again.
+    Not thread-safe: one engine thread uses one instance.
+    """
+
+    def __init__(self, *, num_threads: int | None = None, deterministic: bool = False) -> None:
+        self.num_threads = num_threads or torch.get_num_threads()
+        self.deterministic = deterministic
+        self.isa = _choose_isa()
+        self.compute_dtype = torch.float32
+        self.gemm_choices: dict[tuple[int, int, str], GemmChoice] = {}
+        self._flat: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, int, int], Tensor] = {}
+        _dense.share_thread_pool()
+
+    # -- weights
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Takes a weight [N, K] in its checkpoint's dtype (kept if bf16, else fp32) and a bias [N].
+        """
+        num_out, num_in = weight.shape
+        if weight.dtype not in (torch.bfloat16, torch.float32):
+            weight = weight.float()
+        if bias is not None:
+            bias = bias.float().contiguous()
+        key = (num_out, num_in, "bf16" if weight.dtype == torch.bfloat16 else "fp32")
+        if key not in self.gemm_choices:
+            self.gemm_choices[key] = self._measure(weight)
+        backend = self.gemm_choices[key].backend
+        linear = self._packed(weight) if backend == "packed" else self._row_major(weight, backend)
+        linear.bias, linear.bias_address = bias, _address(bias)
+        return linear
+
+    def _packed(self, weight: Tensor) -> Linear:
+        num_out, num_in = weight.shape
+        is_bf16 = weight.dtype == torch.bfloat16
+        # numpy asks for huge pages on large arrays: fewer TLB misses when weights stream by
+        kind = np.uint16 if is_bf16 else np.float32
+        packed = np.empty(-(-num_out // 16) * 16 * num_in, kind)
+        if num_out % 16:
+            packed[-16 * num_in :] = 0
+        source = weight.contiguous()
+        _dense.pack(source.data_ptr(), num_out, num_in, 0, int(is_bf16), packed.ctypes.data)
+        return Linear(num_in, num_out, packed, "packed", int(is_bf16), packed.ctypes.data)
+
+    def _row_major(self, weight: Tensor, backend: str) -> Linear:
+        rows = weight.float().contiguous()
+        num_out, num_in = rows.shape
+        return Linear(num_in, num_out, rows.numpy() if backend == "numpy" else rows, backend)
+
+    def _measure(self, weight: Tensor) -> GemmChoice:
+        """Compares the GEMM backends on this weight; the lowest sum of relative times wins."""
+        if self.deterministic:
+            return GemmChoice("packed")
+        part = weight[:PROBE_COLUMNS]
+        choice = GemmChoice("packed")
+        linears = [
+            self._packed(part),
+            self._row_major(part, "torch"),
+            self._row_major(part, "numpy"),
+        ]
+        choice.seconds = {linear.backend: [] for linear in linears}
+        for num_rows in PROBE_ROWS:
+            x = torch.ones(num_rows, part.shape[1])
+            out = torch.empty(num_rows, part.shape[0])
+            best = dict.fromkeys(choice.seconds, float("inf"))
+            for _ in range(PROBE_REPEATS):
+                for linear in linears:
+                    start = time.perf_counter()
+                    self.linear(x, linear, out=out)
+                    best[linear.backend] = min(best[linear.backend], time.perf_counter() - start)
+            for name, seconds in best.items():
+                choice.seconds[name].append(seconds)
+        choice.backend = _winner(choice.seconds)
+        return choice
+
+    # -- operations
+
+    def buffer(self, name: str, rows: int, columns: int) -> Tensor:
+        """Returns a reusable fp32 tensor [rows, columns]; the next call of the same name overwrites
+        it."""
+        view = self._views.get((name, rows, columns))
+        if view is not None:
+            return view
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < rows * columns:
+            flat = self._flat[name] = torch.empty(max(rows * columns, 1))
+            self._views = {key: val for key, val in self._views.items() if key[0] != name}
+        if len(self._views) > 4096:
+            self._views.clear()
+        view = self._views[(name, rows, columns)] = flat[: rows * columns].view(rows, columns)
+        return view
+
+    def linear(self, x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Tensor:
+        """x [T, K] @ weight.T + bias -> [T, N]."""
+        rows, num_in = x.shape
+        if num_in != linear.in_features:
+            raise ConfigError(f"linear: got {num_in} features, the weight has {linear.in_features}")
+        if out is None:
+            out = self.buffer("linear", rows, linear.out_features)
+        self._gemm(x, linear, out, rows, accumulate=False)
+        return out
+
+    def linear_add_(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        """residual [T, N] += x [T, K] @ weight.T + bias, in place; the product is summed first."""
+        self._gemm(x, linear, residual, x.shape[0], accumulate=True)
+        return residual
+
+    def _gemm(self, x: Tensor, linear: Linear, out: Tensor, rows: int, *, accumulate: bool) -> None:
+        if linear.backend == "packed":
+            num_out, num_in = linear.out_features, linear.in_features
+            _dense.gemm(
+                x.data_ptr(), num_in, rows, linear.address, linear.weight_type, num_out, num_in,
+                linear.bias_address, out.data_ptr(), num_out, accumulate, self.num_threads,
+            )  # fmt: skip
+            return
+        target = self.buffer("library", rows, linear.out_features) if accumulate else out
+        if linear.backend == "numpy":
+            np.dot(x.numpy(), linear.weight.T, out=target.numpy())
+        else:
+            torch.mm(x, linear.weight.t(), out=target)
+        if linear.bias is not None:
+            target += linear.bias
+        if accumulate:
+            out += target
+
+    def embedding(self, linear: Linear, token_ids: Tensor) -> Tensor:
+        """Rows token_ids (int64 [T]) of the weight -> a new tensor [T, K]."""
+        if linear.backend != "packed":
+            rows = torch.as_tensor(linear.weight)
+            return F.embedding(token_ids, rows)
+        token_ids = token_ids.contiguous()
+        out = torch.empty(token_ids.numel(), linear.in_features)
+        bad = _dense.gather(
+            linear.address, linear.weight_type, linear.out_features, linear.in_features,
+            token_ids.data_ptr(), token_ids.numel(), out.data_ptr(),
+        )  # fmt: skip
+        if bad >= 0:
+            raise ConfigError(
+                f"token id {int(token_ids[bad])} is outside the vocabulary of {linear.out_features}"
+            )
+        return out
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        unit_offset: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight; `unit_offset`: * (1 + weight). [T, H] -> [T, H]."""
+        return self._norm(x, None, weight, None, eps, float(unit_offset), False, out)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        unit_offset: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x += y in place, then the RMS norm of x."""
+        return self._norm(x, y, weight, None, eps, float(unit_offset), False, out)
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """LayerNorm over the last axis. [T, H] -> [T, H]."""
+        return self._norm(x, None, weight, bias, eps, 0.0, True, out)
+
+    def _norm(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        offset: float,
+        is_layer_norm: bool,
+        out: Tensor | None,
+    ) -> Tensor:
+        rows, width = x.shape
+        if out is None:
+            out = self.buffer("norm", rows, width)
+        _dense.norm(
+            x.data_ptr(), _address(y), _address(weight), _address(bias), out.data_ptr(), rows,
+            width,
+            eps, offset, is_layer_norm, self.num_threads,
+        )  # fmt: skip
+        return out
+
+    def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        """x += y, in place."""
+        return x.add_(y)
+
+    def qkv_rows(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        rope: RopeTable | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        *,
+        unit_offset: bool = False,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        out: Tensor,
+    ) -> Tensor:
+        """Per-head RMS norm of q and k, rotary at `positions`, v untouched: rows [q | k | v] to `out`.
+
+        `qkv` [T, (Hq + 2 Hkv) * D] and `out` (which may be `qkv`) are contiguous; positions int64
+        [T].
+        """
+        _dense.qkv_rows(
+            qkv.data_ptr(), out.data_ptr(), positions.data_ptr(),
+            0 if rope is None else rope.cos.data_ptr(), 0 if rope is None else rope.sin.data_ptr(),
+            _address(q_norm), _address(k_norm), qkv.shape[0], num_q_heads, num_kv_heads, head_dim,
+            0 if rope is None else rope.cos.shape[1], eps, float(unit_offset), self.num_threads,
+        )  # fmt: skip
+        return out
+
+    def act_mul(self, gate_up: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
+        """act(gate) * up over [gate | up] rows: [T, 2I] -> [T, I]."""
+        rows, width = gate_up.shape
+        if out is None:
+            out = self.buffer("act", rows, width // 2)
+        if activation in ACTIVATIONS:
+            _dense.activate(
+                gate_up.data_ptr(), width, out.data_ptr(), rows, width // 2,
+                ACTIVATIONS[activation], True, self.num_threads,
+            )  # fmt: skip
+            return out
+        gate, up = gate_up[:, : width // 2], gate_up[:, width // 2 :]
+        return torch.mul(_library_activation(gate, activation), up, out=out)
+
+    def act(self, x: Tensor, activation: str) -> Tensor:
+        """act(x), in place. [T, I]."""
+        if activation in ACTIVATIONS:
+            rows, width = x.shape
+            _dense.activate(
+                x.data_ptr(), width, x.data_ptr(), rows, width, ACTIVATIONS[activation], False,
+                self.num_threads,
+            )  # fmt: skip
+            return x
+        return x.copy_(_library_activation(x, activation))
+
+
+def _library_activation(x: Tensor, activation: str) -> Tensor:
+    if activation == "gelu":
+        return F.gelu(x)
+    raise ConfigError(f"activation {activation!r} is unknown; expected {(*ACTIVATIONS, 'gelu')}")
+
+
+def _winner(seconds: dict[str, list[float]]) -> str:
+    """The backend with the lowest sum of relative times; the packed one, unless clearly beaten."""
+    fastest = [min(times) for times in zip(*seconds.values(), strict=True)]
+    score = {
+        name: sum(t / best for t, best in zip(times, fastest, strict=True))
+        for name, times in seconds.items()
+    }
+    score["packed"] /= PACKED_BONUS
+    return min(score, key=lambda name: score[name])

@@ -1,0 +1,160 @@
+"""Prompts as users write them -> token ids, with every mistake named at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.sequence import SamplingParams
+from fastdecode_rdma.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or chat messages ({"role": …, "content": …})."""
+
+MAX_NAMED = 10
+"""Bad prompts named one by one in an error; the rest are counted."""
+
+
+def is_single_prompt(prompts: object) -> bool:
+    """Whether `prompts` is one prompt rather than several: text, a list of ids, or a list of
+    messages."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    if isinstance(prompts, (list, tuple)) and prompts:
+        return all(_is_int(p) for p in prompts) or all(isinstance(p, Mapping) for p in prompts)
+    return False
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+class PromptEncoder:
+    """Turns prompts into ids and checks them against the model's vocabulary and length."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+
+    def encode(self, prompt: Prompt) -> np.ndarray:
+        """Returns the ids of one prompt, int64 [L].
+
+        Raises:
+            ConfigError: not a prompt, empty, an id outside the vocabulary, or no room for an
+            answer.
+        """
+        if isinstance(prompt, str):
+            ids = self._tokenizer("text").encode(prompt)
+        elif isinstance(prompt, Mapping):
+            raise ConfigError("a dict is no prompt; a chat is a list of messages")
+        elif isinstance(prompt, (list, tuple, np.ndarray)):
+            ids = self._encode_list(prompt)
+        else:
+            raise ConfigError(
+                f"{type(prompt).__name__} is no prompt; expected text, token ids or chat messages"
+            )
+        return self._check(np.asarray(ids, np.int64))
+
+    def _encode_list(self, prompt: Sequence[Any]) -> Sequence[int]:
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            if not all(isinstance(m, Mapping) for m in prompt):
+                raise ConfigError("a chat is a list of messages, all of them dicts")
+            return self._tokenizer("chat messages").encode_chat(prompt)
+        if isinstance(prompt, np.ndarray) and (prompt.ndim != 1 or prompt.dtype.kind not in "iu"):
+            raise ConfigError(f"token ids must be a list of integers, got an array {prompt.dtype}")
+        for place, value in enumerate(prompt):
+            if not _is_int(value):
+                raise ConfigError(
+                    f"token ids must be integers, got {type(value).__name__} at place {place}"
+                )
+        return prompt
+
+    def _tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError(f"{what} needs a tokenizer, and this model has none; give token ids")
+        return self.tokenizer
+
+    def _check(self, ids: np.ndarray) -> np.ndarray:
+        if not len(ids):
+            raise ConfigError("the prompt is empty; at least one token is needed")
+        outside = (ids < 0) | (ids >= self.vocab_size)
+        if outside.any():
+            place = int(outside.argmax())
+            raise ConfigError(
+                f"token id {ids[place]} at place {place} is outside the vocabulary of "
+                f"{self.vocab_size}"
+            )
+        if len(ids) >= self.max_model_len:
+            raise ConfigError(
+                f"the prompt has {len(ids)} tokens and max_model_len is {self.max_model_len}: "
+                f"at most {self.max_model_len - 1} leave room for an answer"
+            )
+        return ids
+
+
+CheckedPrompt = tuple[int, np.ndarray, SamplingParams]
+
+
+def check_all(
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    encode: Callable[[Prompt], np.ndarray],
+    check_params: Callable[[SamplingParams], None],
+) -> list[CheckedPrompt]:
+    """Checks a whole list of prompts; returns (index, ids, params) of each.
+
+    Raises:
+        ConfigError: names every bad prompt by its index.
+    """
+    if not isinstance(params, SamplingParams) and len(params) != len(prompts):
+        raise ConfigError(
+            f"got {len(prompts)} prompts and {len(params)} sampling params; give one for all or "
+            "one for each"
+        )
+    checked: list[CheckedPrompt] = []
+    bad: list[str] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            mine = params if isinstance(params, SamplingParams) else _as_params(params[index])
+            check_params(mine)
+            checked.append((index, encode(prompt), mine))
+        except ConfigError as error:
+            bad.append(f"prompt {index}: {error}")
+    if bad:
+        more = f"; and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
+        raise ConfigError("; ".join(bad[:MAX_NAMED]) + more)
+    return checked
+
+
+def check_lazily(
+    prompts: Iterable[Prompt],
+    params: SamplingParams | Iterable[SamplingParams],
+    encode: Callable[[Prompt], np.ndarray],
+    check_params: Callable[[SamplingParams], None],
+) -> Iterator[tuple[int, np.ndarray | ConfigError, SamplingParams]]:
+    """Like check_all for a source that is pulled as the batch has room.
+
+    A bad prompt ends nothing: its ConfigError takes the place of the ids.
+    """
+    each = None if isinstance(params, SamplingParams) else iter(params)
+    for index, prompt in enumerate(prompts):
+        mine = params if isinstance(params, SamplingParams) else SamplingParams()
+        try:
+            if each is not None:
+                mine = _as_params(next(each, None))
+            check_params(mine)
+            yield index, encode(prompt), mine
+        except ConfigError as error:
+            yield index, ConfigError(f"prompt {index}: {error}"), mine
+
+
+def _as_params(value: object) -> SamplingParams:
+    if not isinstance(value, SamplingParams):
+        raise ConfigError(f"expected SamplingParams for each prompt, got {type(value).__name__}")
+    return value

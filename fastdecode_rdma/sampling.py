@@ -1,0 +1,293 @@
+"""Logits -> tokens and log-probabilities, each row by itself.
+
+A row's result depends on its logits, parameters, seed, sample index and output position alone,
+never on its neighbours: the noise is counter-based, and every sum along the vocabulary runs in one
+fixed order on one thread.
+
+One uniform number u per row picks the first candidate whose cumulative probability exceeds u.
+Candidates are all tokens in id order, or, under top_k or top_p, the kept ones from the most
+probable down (equal ones in id order).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdecode_rdma.errors import FastDecodeError
+from fastdecode_rdma.sequence import Logprob, SamplingParams
+
+# The nucleus nearly always ends within the first guess; a wider search follows when it does not.
+_NUCLEUS_GUESS = 512
+_WINDOW_GROWTH = 16
+
+_PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_PHILOX_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW32 = np.uint64(0xFFFFFFFF)
+_SHIFT32 = np.uint64(32)
+
+
+class NonFiniteLogitsError(FastDecodeError):
+    """Logits hold NaN or +inf, or nothing but -inf. `rows` lists the rows; the others are sound."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__(
+            f"the logits of rows {list(rows)} are not finite; the model overflowed "
+            "(try dtype='float32') or its weights are damaged"
+        )
+        self.rows = tuple(rows)
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """One token per row; log-probabilities where the row's params ask for them, else None.
+
+    `top_logprobs[row]` maps token ids to Logprob, the chosen token first, then by rank;
+    `decoded_token` is left to whoever has the tokenizer.
+    """
+
+    token_ids: list[int]
+    logprob: list[float | None]
+    top_logprobs: list[dict[int, Logprob] | None]
+
+
+def philox4x32(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns Philox4x32-10 of uint32 counters [R, 4] under uint32 keys [R, 2], as uint32 [R, 4].
+
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
+    k0, k1 = (keys[:, i].astype(np.uint64) for i in range(2))
+    for _ in range(10):
+        product0 = _PHILOX_MULTIPLIERS[0] * c0
+        product1 = _PHILOX_MULTIPLIERS[1] * c2
+        c0 = (product1 >> _SHIFT32) ^ c1 ^ k0
+        c2 = (product0 >> _SHIFT32) ^ c3 ^ k1
+        c1 = product1 & _LOW32
+        c3 = product0 & _LOW32
+        k0 = (k0 + _PHILOX_WEYL[0]) & _LOW32
+        k1 = (k1 + _PHILOX_WEYL[1]) & _LOW32
+    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
+
+def uniforms(
+    seeds: Sequence[int], sample_indices: Sequence[int], positions: Sequence[int]
+) -> np.ndarray:
+    """Returns a float64 in [0, 1) per row, 53 bits, from (seed, sample index, output position)."""
+    counters = np.zeros((len(seeds), 4), dtype=np.uint32)
+    counters[:, 0] = np.asarray(sample_indices, dtype=np.uint32)
+    counters[:, 1] = np.asarray(positions, dtype=np.uint32)
+    words = [(seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF) for seed in seeds]
+    bits = philox4x32(counters, np.array(words, dtype=np.uint32).reshape(-1, 2)).astype(np.uint64)
+    high, low = bits[:, 0] >> np.uint64(5), bits[:, 1] >> np.uint64(6)
+    return (high * np.uint64(1 << 26) + low).astype(np.float64) / float(1 << 53)
+
+
+def sample(
+    logits: Tensor,  # [R, V] fp32, CPU, contiguous
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    sample_indices: Sequence[int],
+    *,
+    eos_ids: Collection[int] = (),
+) -> SampledTokens:
+    """Returns one token per row; `positions` counts the output tokens before this one.
+
+    `eos_ids` are what `min_tokens` forbids, together with the row's own stop_token_ids.
+
+    Raises:
+        NonFiniteLogitsError: some rows hold NaN or +inf; nothing was sampled.
+    """
+    best = _checked_argmax(logits)
+    num_rows = len(params)
+    masked = logits
+    short = [row for row in range(num_rows) if positions[row] < params[row].min_tokens]
+    if short:
+        masked = _forbid_stops(logits, short, params, eos_ids)
+        best = _checked_argmax(masked)
+    token_ids: list[int] = best.tolist()
+    drawn = [row for row in range(num_rows) if not params[row].is_greedy]
+    if drawn:
+        noise = uniforms(
+            [seeds[row] for row in drawn],
+            [sample_indices[row] for row in drawn],
+            [positions[row] for row in drawn],
+        )
+        uniform = dict(zip(drawn, noise.tolist(), strict=True))
+        narrow = [row for row in drawn if _is_narrow(params[row])]
+        for row in drawn:
+            if not _is_narrow(params[row]):
+                token_ids[row] = _draw_wide(masked[row].numpy(), params[row], uniform[row])
+        if narrow:
+            _draw_narrow(masked, narrow, params, uniform, token_ids)
+    logprob: list[float | None] = [None] * num_rows
+    top_logprobs: list[dict[int, Logprob] | None] = [None] * num_rows
+    asked = [row for row in range(num_rows) if params[row].logprobs is not None]
+    for row in asked:
+        top = _top_logprobs(logits[row], token_ids[row], params[row].logprobs or 0)
+        top_logprobs[row] = top
+        logprob[row] = top[token_ids[row]].logprob
+    return SampledTokens(token_ids, logprob, top_logprobs)
+
+
+def _checked_argmax(logits: Tensor) -> np.ndarray:
+    """Returns the lowest id of the largest logit per row; numpy's argmax stops at a NaN."""
+    values = logits.numpy()
+    best = values.argmax(axis=1)
+    peak = values[np.arange(len(best)), best]
+    if not np.isfinite(peak).all():
+        raise NonFiniteLogitsError(np.flatnonzero(~np.isfinite(peak)).tolist())
+    return best
+
+
+def _forbid_stops(
+    logits: Tensor, rows: list[int], params: Sequence[SamplingParams], eos_ids: Collection[int]
+) -> Tensor:
+    masked = logits.clone()
+    for row in rows:
+        eos = () if params[row].ignore_eos else tuple(eos_ids)
+        masked[row, [*eos, *params[row].stop_token_ids]] = -torch.inf
+    return masked
+
+
+def _is_narrow(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+def _weights(row: np.ndarray, temperature: float) -> np.ndarray:  # row: [V] fp32
+    """Returns exp((x - max) / temperature), fp32 [V].
+
+    One row at a time on this thread: no other row can change a bit, and at 49152 tokens it costs
+    50 us, less than waking a thread pool for a softmax.
+    """
+    weights = row - row.max()
+    if temperature != 1.0:
+        weights /= np.float32(temperature)
+    return np.exp(weights, out=weights)
+
+
+def _draw_wide(row: np.ndarray, params: SamplingParams, uniform: float) -> int:  # row: [V] fp32
+    """Draws from all tokens, less those that min_p cuts: prefix sums in id order."""
+    weights = _weights(row, params.temperature)
+    if params.min_p > 0.0:
+        weights[weights < params.min_p] = 0.0
+    return _pick(weights.cumsum(dtype=np.float64), uniform)
+
+
+def _pick(cumulative: np.ndarray, uniform: float) -> int:
+    """Returns the first index whose prefix sum exceeds `uniform` of the total.
+
+    An index of weight 0 never wins, as its prefix sum equals its predecessor's.
+    """
+    total = cumulative[-1]
+    index = int(np.searchsorted(cumulative, uniform * total, side="right"))
+    # Rounding may lift the product to the total itself: then the last index with weight is meant.
+    return min(index, int(np.searchsorted(cumulative, total, side="left")))
+
+
+def _draw_narrow(
+    logits: Tensor,
+    rows: list[int],
+    params: Sequence[SamplingParams],
+    uniform: dict[int, float],
+    token_ids: list[int],
+) -> None:
+    """Draws from the top_k or the nucleus without sorting the vocabulary. Fills `token_ids`."""
+    vocab_size = logits.shape[1]
+    mass = {  # of the whole row, where top_k leaves it whole
+        row: float(_weights(logits[row].numpy(), params[row].temperature).sum(dtype=np.float64))
+        for row in rows
+        if params[row].top_k <= 0
+    }
+    # One more than top_k shows whether others equal the k-th value.
+    wanted = {
+        row: params[row].top_k + 1 if params[row].top_k > 0 else _NUCLEUS_GUESS for row in rows
+    }
+    pending = rows
+    while pending:
+        again: list[int] = []
+        for count in sorted({wanted[row] for row in pending}):
+            group = [row for row in pending if wanted[row] == count]
+            values, ids = torch.topk(logits[group], min(count, vocab_size), dim=-1)
+            for i, row in enumerate(group):
+                window = _Window(values[i].numpy(), ids[i].numpy(), vocab_size)
+                found = window.draw(params[row], uniform[row], mass.get(row))
+                if found is None:
+                    wanted[row] = count * _WINDOW_GROWTH
+                    again.append(row)
+                else:
+                    token_ids[row] = found
+        pending = again
+
+
+class _Window:
+    """The largest logits of one row, from the largest down, equal ones in id order.
+
+    Those equal to the smallest may be incomplete (torch.topk keeps any among equals), so unless
+    the window holds the whole row they do not count as seen.
+    """
+
+    def __init__(self, values: np.ndarray, ids: np.ndarray, vocab_size: int) -> None:
+        order = np.lexsort((ids, -values))
+        self.values = values[order].astype(np.float64)
+        self.ids = ids[order]
+        self.is_whole = len(values) == vocab_size
+        self.num_seen = len(values) if self.is_whole else self._count_above(self.values[-1])
+
+    def _count_above(self, value: float) -> int:
+        return int(np.searchsorted(-self.values, -value, side="left"))
+
+    def _count_from(self, value: float) -> int:
+        return int(np.searchsorted(-self.values, -value, side="right"))
+
+    def draw(self, params: SamplingParams, uniform: float, mass: float | None) -> int | None:
+        """Returns a token id, or None when the filters reach beyond what was seen."""
+        weights = np.exp((self.values - self.values[0]) / params.temperature)
+        kept = len(weights)
+        if params.min_p > 0.0:
+            kept = int(np.searchsorted(-weights, -params.min_p, side="right"))
+        if 0 < params.top_k < len(weights):
+            kept = min(kept, self._count_from(self.values[params.top_k - 1]))
+        bounded = kept <= self.num_seen
+        if not bounded and (params.top_k > 0 or params.min_p > 0.0):
+            return None
+        cumulative = weights[: min(kept, self.num_seen)].cumsum()
+        if params.top_p < 1.0:
+            if not len(cumulative):
+                return None
+            total = cumulative[-1] if bounded or mass is None else mass
+            # A token stays while those above it hold less than top_p of the mass.
+            last = int(np.searchsorted(cumulative, params.top_p * total, side="left"))
+            if last >= len(cumulative):
+                if not bounded:
+                    return None
+                last = len(cumulative) - 1
+            cumulative = cumulative[: last + 1]
+        return int(self.ids[_pick(cumulative, uniform)])
+
+
+def _top_logprobs(row: Tensor, token_id: int, count: int) -> dict[int, Logprob]:  # row: [V]
+    """Returns the chosen token's and the `count` best log-probabilities (-1: all)."""
+    logits = row.numpy()
+    log_total = float(logits.max()) + math.log(_weights(logits, 1.0).sum(dtype=np.float64))
+    chosen = logits[token_id]
+    rank = int(np.count_nonzero(logits > chosen)) + 1
+    top = {token_id: Logprob(float(chosen) - log_total, rank)}
+    if count == 0:
+        return top
+    count = len(logits) if count < 0 else min(count, len(logits))
+    values, ids = (part.numpy() for part in torch.topk(row, count))
+    order = np.lexsort((ids, -values))
+    ranks = np.searchsorted(-values[order], -values[order], side="left") + 1
+    for value, other_id, rank in zip(
+        values[order].tolist(), ids[order].tolist(), ranks.tolist(), strict=True
+    ):
+        if other_id != token_id:
+            top[other_id] = Logprob(value - log_total, rank)
+    return top

@@ -1,0 +1,301 @@
+"""Requests and results: what a user asks for, what comes back, and what the engine keeps of it."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
+
+from fastdecode_rdma.errors import ConfigError
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this temperature sampling is greedy, as in vLLM."""
+
+_MAX_SAMPLES = 1024
+_HINTS = {
+    "max_new_tokens": "use max_tokens",
+    "max_length": "use max_tokens (it counts new tokens only)",
+    "max_completion_tokens": "use max_tokens",
+    "do_sample": "use temperature=0.0 for greedy decoding",
+    "num_return_sequences": "use n",
+    "stop_strings": "use stop",
+    "eos_token_id": "use stop_token_ids",
+    "best_of": "use n and choose among the outputs",
+    "num_beams": "beam search is not supported",
+    "use_beam_search": "beam search is not supported",
+    "length_penalty": "beam search is not supported",
+    "early_stopping": "beam search is not supported",
+}
+_UNSUPPORTED = frozenset(
+    {
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "prompt_logprobs",
+        "detokenize",
+        "bad_words",
+        "spaces_between_special_tokens",
+        "logit_bias",
+        "allowed_token_ids",
+        "logits_processors",
+        "truncate_prompt_tokens",
+        "output_kind",
+        "structured_outputs",
+        "guided_decoding",
+        "extra_args",
+        "no_repeat_ngram_size",
+        "typical_p",
+    }
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; names and defaults are vLLM's, except `max_tokens`.
+
+    n: samples per prompt; the prompt is prefilled once.
+    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: in (0, 1]. min_p: relative to the most
+        probable token. Applied in the order temperature, min_p, top_k, top_p.
+    seed: noise depends on (seed, sample index, output position) only; None draws one.
+    stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
+    stop_token_ids: tokens that end a sequence besides the model's end-of-sequence ones.
+    max_tokens: new tokens at most; None means as many as fit in the model.
+    min_tokens: nothing stops a sequence that is shorter.
+    logprobs: None, or how many top log-probabilities to return per token (0: the chosen one only;
+        -1: the whole vocabulary).
+
+    Raises:
+        ConfigError: a value is out of range, or a keyword is unknown (the nearest one is named).
+    """
+
+    n: int = 1
+    _: KW_ONLY
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        # Runs before the generated __init__, whose own complaint is a bare TypeError.
+        known = [f.name for f in fields(cls)]
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
+            raise ConfigError("; ".join(_explain_unknown(name, known) for name in unknown))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, low=1, high=_MAX_SAMPLES)
+        _check_number("temperature", self.temperature, low=0.0)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, exclude_low=True)
+        _check_int("top_k", self.top_k, low=-1)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_int("seed", self.seed, low=-(1 << 63), high=(1 << 64) - 1, optional=True)
+        _check_int("max_tokens", self.max_tokens, low=1, optional=True)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        _check_int("logprobs", self.logprobs, low=-1, optional=True)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})"
+            )
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of a token before temperature and filters. `rank` 1 is the most probable."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One step of one sample, in the order of decoding.
+
+    `text` is what became certain with this token, possibly nothing: the texts of a sample
+    concatenate to its whole text. `logprob` and `top_logprobs` are None unless asked for.
+    `finish_reason` is None, "stop", "length", "abort" or "error"; `stop_reason` is the stop string
+    or stop token id that ended it (None for end of sequence). `error` is set with "error".
+    """
+
+    request_index: int
+    sample_index: int
+    token_id: int | None
+    text: str
+    logprob: float | None = None
+    top_logprobs: dict[int, Logprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished sample. `logprobs` has one dict per token when they were asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Tells whether this sample has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All samples of one prompt. `prompt` is None when ids were given; `error` is why it failed."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    error: Exception | None = None
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands in the engine."""
+
+    WAITING = enum.auto()
+    PREFILLING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What the engine keeps of one sample: enough to start it again on another worker.
+
+    `handle` names its K/V rows on the worker.
+    """
+
+    request_index: int
+    sample_index: int
+    handle: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    output_ids: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens together."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def append(self, token_id: int, *, eos_ids: Collection[int], max_model_len: int) -> None:
+        """Adds an output token and finishes the sequence if it ends one or fills the room.
+
+        A stop string found in the text of this token outranks "length": the caller then calls
+        `finish("stop", stop_string)`.
+        """
+        params = self.params
+        self.output_ids.append(token_id)
+        num_output = len(self.output_ids)
+        if num_output >= params.min_tokens:
+            if token_id in eos_ids and not params.ignore_eos:
+                self.finish("stop")
+                return
+            if token_id in params.stop_token_ids:
+                self.finish("stop", token_id)
+                return
+        full = params.max_tokens is not None and num_output >= params.max_tokens
+        if full or self.num_tokens >= max_model_len:
+            self.finish("length")
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Marks the sequence as ended."""
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+
+def _explain_unknown(name: str, known: list[str]) -> str:
+    if name in _HINTS:
+        return f"SamplingParams has no {name!r}: {_HINTS[name]}"
+    if name in _UNSUPPORTED:
+        return f"SamplingParams: {name!r} is not supported"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    nearest = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+    return f"SamplingParams has no {name!r}: {nearest}"
+
+
+def _is_int(value: Any) -> bool:
+    # bool is an int to Python, numpy's integers are not: accept what indexes, refuse True.
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _check_int(
+    name: str, value: Any, *, low: int, high: int | None = None, optional: bool = False
+) -> None:
+    if value is None and optional:
+        return
+    if not _is_int(value):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be {allowed}, got {value}")
+
+
+def _check_number(
+    name: str, value: Any, *, low: float, high: float = math.inf, exclude_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high or (exclude_low and number == low):
+        bound = f"above {low}" if exclude_low else f"at least {low}"
+        allowed = bound if high == math.inf else f"{bound} and at most {high}"
+        raise ConfigError(f"{name} must be {allowed}, got {value}")
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ConfigError(f"stop must hold strings that are not empty, got {string!r}")
+    return strings
+
+
+def _token_ids(token_ids: Iterable[Any] | None) -> tuple[int, ...]:
+    if token_ids is None:
+        return ()
+    ids = tuple(token_ids)
+    for token_id in ids:
+        if not _is_int(token_id) or token_id < 0:
+            raise ConfigError(f"stop_token_ids must hold token ids, got {token_id!r}")
+    return tuple(int(token_id) for token_id in ids)

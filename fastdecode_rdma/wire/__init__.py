@@ -1,0 +1,3 @@
+"""The control protocol between engines and workers, sans I/O; see connection.py."""
+
+from __future__ import annotations

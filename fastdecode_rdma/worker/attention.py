@@ -1,0 +1,112 @@
+"""The attention kernel as Python sees it: which instruction sets there are, and opening a C context."""
+
+from __future__ import annotations
+
+import os
+
+from fastdecode_rdma.config import AttentionGeometry, KVGroup
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.worker.kv_dtypes import kv_dtype
+
+try:
+    from fastdecode_rdma.worker import _attention
+except ImportError as exc:
+    raise ImportError(
+        "compiled kernels not found: run `pip install -e .`, or leave the checkout directory"
+    ) from exc
+
+BLOCK_TOKENS: int = _attention.BLOCK_TOKENS
+SEGMENT_TOKENS: int = _attention.SEGMENT_TOKENS
+NUM_TABLES: int = _attention.NUM_TABLES
+RING_SLACK = 64
+"""Tokens that a window group keeps beyond its window, so that a step can shorten a sequence."""
+
+ISAS = ("avx2", "baseline")
+"""Instruction sets with a kernel of their own, best first; avx2 means AVX2, FMA and F16C."""
+
+ISA_VARIABLE = "FASTDECODE_ISA"
+
+
+def available_isas() -> tuple[str, ...]:
+    """Returns the instruction sets that this build has and this CPU can run, best first."""
+    return tuple(isa for isa in ISAS if _attention.has_isa(isa))
+
+
+def select_isa(requested: str | None = None) -> str:
+    """Returns the instruction set to run: `requested`, else FASTDECODE_ISA, else the best there is.
+
+    Raises:
+        ConfigError: the name is unknown, or this CPU cannot run it.
+    """
+    source = "isa" if requested else ISA_VARIABLE
+    name = requested or os.environ.get(ISA_VARIABLE)
+    usable = available_isas()
+    if not name:
+        return usable[0]
+    if name not in ISAS:
+        raise ConfigError(f"{source}={name!r} is unknown; expected one of {ISAS}")
+    if name not in usable:
+        raise ConfigError(f"{source}={name!r} cannot run on this CPU; it can run {usable}")
+    return name
+
+
+def ring_blocks(group: KVGroup) -> int:
+    """Blocks that a window group holds of a long sequence; 0 for a group without a window.
+
+    The partly filled block at either end of the window needs the +1.
+    """
+    if group.window is None:
+        return 0
+    return -(-(group.window + RING_SLACK) // BLOCK_TOKENS) + 1
+
+
+def max_rows_per_entry(geometry: AttentionGeometry) -> int:
+    """Returns the query rows that one sequence may bring in one step.
+
+    Its rows are written before the oldest of them has attended, so all windows must fit the ring.
+    """
+    rings = [
+        ring_blocks(group) * BLOCK_TOKENS - group.window + 1
+        for group in geometry.groups
+        if group.window is not None
+    ]
+    return min([geometry.max_rows, *rings])
+
+
+def block_bytes(geometry: AttentionGeometry, group: KVGroup) -> int:
+    """Bytes of one block: K and V of BLOCK_TOKENS tokens in all layers of the group."""
+    row = group.num_kv_heads * group.head_dim * kv_dtype(geometry.kv_dtype).itemsize
+    return 2 * len(group.layers) * BLOCK_TOKENS * row
+
+
+def open_context(geometry: AttentionGeometry, num_threads: int, isa: str) -> _attention.Context:
+    """Returns the C side of a session; `isa` comes from select_isa().
+
+    Raises:
+        ConfigError: fewer than one thread.
+    """
+    if not 1 <= num_threads <= 4096:
+        raise ConfigError(f"an attention session needs 1 to 4096 threads, got {num_threads}")
+    groups = [
+        (
+            group.layers,
+            group.num_q_heads,
+            group.num_kv_heads,
+            group.head_dim,
+            group.window or 0,
+            ring_blocks(group),
+        )
+        for group in geometry.groups
+    ]
+    return _attention.Context(
+        groups,
+        geometry.num_layers,
+        num_threads,
+        isa,
+        kv_dtype(geometry.kv_dtype).code,
+        kv_dtype(geometry.wire_dtype).code,
+        geometry.max_rows,
+        geometry.max_model_len,
+        geometry.scale,
+        geometry.softcap or 0.0,
+    )

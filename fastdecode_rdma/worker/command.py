@@ -1,0 +1,199 @@
+"""`fastdecode worker`: serves attention until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastdecode_rdma.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdecode_rdma.worker.server import WorkerServer
+
+# numpy, the server and the kernel are imported in run(), after prepare_environment().
+
+CLOSE_TIMEOUT_S = 0.7
+"""A stopped worker is gone within a second; a kernel that runs longer goes with the process."""
+
+GOMP_SPIN_COUNT = 2000
+"""Rounds that an idle thread of the team spins before it sleeps, some 30 to 100 us of `pause`.
+
+libgomp's default of 300,000 rounds is several milliseconds: on a machine shared with the engine the
+worker's idle threads would then burn the cores that the dense layers are computing on. None at all
+(OMP_WAIT_POLICY=passive) pays a wake-up at every region, also between the layers of one batch.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `fastdecode worker`."""
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:18815",
+        metavar="HOST:PORT",
+        help="address to listen on; port 0 picks a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="KV-cache limit, such as 4GiB (default: 80%% of what is free)",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="kernel threads (default: the physical cores)"
+    )
+    parser.add_argument("--ready-file", metavar="FILE", help="write the ready line to FILE as well")
+    access = parser.add_mutually_exclusive_group()
+    access.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="engines must hold this token (default: FASTDECODE_TOKEN_FILE)",
+    )
+    access.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen without a token, also where other machines can reach it",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="report engines that come and go on stderr"
+    )
+
+
+def prepare_environment(environ: MutableMapping[str, str]) -> None:
+    """Sets, in place, what libgomp and numpy's BLAS read when they are loaded; the user's stand."""
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", str(GOMP_SPIN_COUNT))
+    # The worker multiplies no matrices; without this OpenBLAS starts a thread per core at import.
+    environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def is_loopback(host: str) -> bool:
+    """Says whether only this machine can reach `host`.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on {host!r}: {exc.strerror}") from exc
+    return all(ipaddress.ip_address(address[4][0].split("%")[0]).is_loopback for address in found)
+
+
+def find_access(args: argparse.Namespace, host: str) -> bytes | None:
+    """Returns the token that engines must hold, None when they need none.
+
+    Raises:
+        ConfigError: others could reach the worker without a token.
+    """
+    from fastdecode_rdma.wire.token_file import find_token
+
+    token = None if args.insecure else find_token(args.token_file)
+    if token is None and not args.insecure and not is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines: pass --token-file FILE (make one with "
+            "`fastdecode token > FILE`), or --insecure if every machine that reaches it is trusted"
+        )
+    return token
+
+
+def make_server(args: argparse.Namespace) -> WorkerServer:
+    """Returns the listening server that the options describe, after printing the defaults it chose.
+
+    Raises:
+        ConfigError: an option cannot be used.
+    """
+    from fastdecode_rdma.wire.address import parse_address
+    from fastdecode_rdma.worker import limits
+    from fastdecode_rdma.worker.machinery import kernel_facts, make_budget, real_machinery
+    from fastdecode_rdma.worker.server import WorkerConfig, WorkerServer
+
+    host, port = parse_address(args.listen)
+    host = host or "0.0.0.0"
+    token = find_access(args, host)
+    if args.threads is not None and not 1 <= args.threads <= 1024:
+        raise ConfigError(f"--threads must be from 1 to 1024, got {args.threads}")
+    if args.memory is None:
+        memory = limits.default_memory()
+        print(f"memory {limits.format_memory(memory.value)}: {memory.reason}")
+    else:
+        memory = limits.Default(limits.parse_memory(args.memory), "as asked")
+    if args.threads is None:
+        threads = limits.default_threads()
+        print(f"threads {threads.value}: {threads.reason}")
+    else:
+        threads = limits.Default(args.threads, "as asked")
+    facts = kernel_facts()
+    config = WorkerConfig(
+        host=host,
+        port=port,
+        memory_bytes=memory.value,
+        num_threads=threads.value,
+        isa=facts.isa,
+        block_tokens=facts.block_tokens,
+        seg_tokens=facts.seg_tokens,
+        token=token,
+    )
+    return WorkerServer(config, make_budget(memory.value), real_machinery())
+
+
+def ready_line(server: WorkerServer) -> str:
+    """Returns the line that tells whoever started the worker that and where it listens."""
+    from fastdecode_rdma.wire.address import format_address
+    from fastdecode_rdma.worker.limits import format_memory
+
+    config = server.config
+    return (
+        f"ready {format_address(*server.address)} memory={format_memory(config.memory_bytes)} "
+        f"threads={config.num_threads} isa={config.isa}"
+    )
+
+
+def _write_ready_file(path: Path, line: str) -> None:
+    # Renamed into place: a reader that waits for the file never finds half a line in it.
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(line + "\n")
+        partial.replace(path)
+    except OSError as exc:
+        raise ConfigError(f"cannot write ready file {str(path)!r}: {exc.strerror}") from exc
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until SIGTERM (returns 0) or SIGINT (returns 130)."""
+    prepare_environment(os.environ)
+    log = logging.getLogger("fastdecode_rdma")
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO if args.verbose else logging.WARNING)
+
+    ready_file = None if args.ready_file is None else Path(args.ready_file)
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)  # an earlier worker's would send engines to its port
+    server = make_server(args)
+    exit_codes: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        exit_codes.append(0 if number == signal.SIGTERM else 128 + number)
+        server.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    line = ready_line(server)
+    if ready_file is not None:
+        _write_ready_file(ready_file, line)
+    print(line, flush=True)
+    server.serve_forever()
+    code = exit_codes[0] if exit_codes else 0
+    if not server.close(CLOSE_TIMEOUT_S):
+        # A thread is still in a kernel. Freeing memory under it would crash; the process's end does
+        # not, and takes the memory along.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

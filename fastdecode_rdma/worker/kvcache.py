@@ -1,0 +1,379 @@
+"""KV memory: the worker's budget, and one session's sequences, blocks and slabs.
+
+The blocks themselves, their reference counts and tables live in C (cython/attention_kv.h); this side
+maps handles to slots, buys slabs from the budget and words the errors.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdecode_rdma.config import (
+    ENTRY_DTYPE,
+    ENTRY_UPLOAD,
+    AttentionGeometry,
+    StepCode,
+)
+from fastdecode_rdma.errors import CacheFullError, FastDecodeError
+from fastdecode_rdma.worker.attention import (
+    BLOCK_TOKENS,
+    block_bytes,
+    max_rows_per_entry,
+    open_context,
+    ring_blocks,
+)
+from fastdecode_rdma.worker.kv_dtypes import kv_dtype
+
+SLAB_BYTES = 64 << 20
+"""What a pool buys at once: 32 huge pages, few mappings even for a terabyte."""
+
+SLAB_SHARE = 64
+"""... but no more than this fraction of the budget, so that pools do not starve each other."""
+
+_RANGE_HEADER = struct.Struct("<4sIQQ")  # magic, geometry fingerprint, start, stop
+_RANGE_FIRST = struct.Struct("<Q")  # per group: first token that follows
+_RANGE_MAGIC = b"FDKV"
+
+
+class StepRefusedError(FastDecodeError):
+    """The session cannot do what was asked; nothing has changed. `code` goes over the wire."""
+
+    def __init__(self, code: StepCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class MemoryBudget:
+    """Bytes that all sessions of a worker share. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes bytes from the budget.
+
+        Raises:
+            CacheFullError: they are not there.
+        """
+        with self._lock:
+            free = self.limit_bytes - self._used_bytes
+            if nbytes > free:
+                raise CacheFullError(
+                    f"the KV-cache needs {nbytes} more bytes, {free} of {self.limit_bytes} are free",
+                    needed_bytes=nbytes,
+                    free_bytes=free,
+                )
+            self._used_bytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Gives bytes back.
+
+        Raises:
+            ValueError: more than was reserved.
+        """
+        with self._lock:
+            if not 0 <= nbytes <= self._used_bytes:
+                raise ValueError(f"release of {nbytes} bytes, {self._used_bytes} are reserved")
+            self._used_bytes -= nbytes
+
+
+def kv_blocks(geometry: AttentionGeometry, length: int) -> tuple[int, ...]:
+    """Returns the blocks per KV group of one unshared sequence of `length` tokens.
+
+    ceil(length / 64) without a window; with one never more than its ring, ceil((W + 64) / 64) + 1.
+    """
+    whole = -(-length // BLOCK_TOKENS)
+    return tuple(
+        min(whole, ring_blocks(group)) if group.window is not None else whole
+        for group in geometry.groups
+    )
+
+
+def kv_bytes(geometry: AttentionGeometry, length: int) -> int:
+    """Returns the bytes that one unshared sequence of `length` tokens holds.
+
+    Sum over groups of blocks * (2 * layers * 64 * KV heads * head_dim * bytes of the KV dtype).
+    """
+    return sum(
+        blocks * block_bytes(geometry, group)
+        for blocks, group in zip(kv_blocks(geometry, length), geometry.groups, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class GroupUsage:
+    """Blocks of one KV group: in use, free inside its slabs, and bytes of each."""
+
+    used_blocks: int
+    free_blocks: int
+    block_bytes: int
+
+
+class KVCache:
+    """One session's sequences. Not thread-safe, but attends may run in another thread meanwhile."""
+
+    def __init__(
+        self, geometry: AttentionGeometry, budget: MemoryBudget, *, num_threads: int, isa: str
+    ) -> None:
+        self.context = open_context(geometry, num_threads, isa)
+        self._geometry = geometry
+        self._budget = budget
+        self._slots: dict[int, int] = {}
+        self._missing = np.zeros(len(geometry.groups), dtype=np.int64)
+        self._block_bytes = [block_bytes(geometry, group) for group in geometry.groups]
+        self._closed = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._slots)
+
+    def usage(self) -> tuple[GroupUsage, ...]:
+        """Returns the blocks of each KV group."""
+        if self._closed:
+            return tuple(GroupUsage(0, 0, nbytes) for nbytes in self._block_bytes)
+        groups = range(len(self._block_bytes))
+        return tuple(GroupUsage(*self.context.group_blocks(group)) for group in groups)
+
+    def begin_step(self, table: int, step: int, entries: np.ndarray) -> None:
+        """Arms a table (-1: none) and makes room for its rows. All or nothing.
+
+        Raises:
+            CacheFullError: the budget has no room for the new blocks.
+            StepRefusedError: an entry cannot be; the message names it.
+        """
+        entries = np.ascontiguousarray(entries, dtype=ENTRY_DTYPE)
+        handles = entries["handle"].tolist()
+        created = self._create_missing(handles, entries)
+        try:
+            slots = np.fromiter(map(self._slots.__getitem__, handles), np.int32, len(handles))
+            self._begin(table, step, entries, slots)
+        except FastDecodeError:
+            for handle in created:
+                self.context.free_sequence(self._slots.pop(handle))
+            self._release_slabs()
+            raise
+
+    def _create_missing(self, handles: list[int], entries: np.ndarray) -> list[int]:
+        """Gives new handles an empty sequence; a known sequence cannot begin in its middle."""
+        known = self._slots
+        fresh = [i for i, handle in enumerate(handles) if handle not in known]
+        for i in fresh:
+            if entries["kv_len_before"][i]:
+                raise StepRefusedError(
+                    StepCode.SEQUENCE,
+                    f"entry {i}: sequence {handles[i]} is unknown here, but the step expects "
+                    f"{entries['kv_len_before'][i]} cached tokens of it",
+                )
+        created = list(dict.fromkeys(handles[i] for i in fresh))
+        for handle in created:
+            known[handle] = self._new_slot()
+        return created
+
+    def _new_slot(self) -> int:
+        slot = self.context.new_sequence()
+        if slot < 0:
+            raise StepRefusedError(StepCode(slot), "no memory for a sequence, or session closed")
+        return slot
+
+    def _begin(self, table: int, step: int, entries: np.ndarray, slots: np.ndarray) -> None:
+        for attempt in range(2):
+            code, bad = self.context.begin(
+                table,
+                step,
+                len(entries),
+                entries.ctypes.data,
+                slots.ctypes.data,
+                self._missing.ctypes.data,
+            )
+            if code == StepCode.OK:
+                return
+            if code != StepCode.CACHE_FULL or attempt:
+                raise StepRefusedError(StepCode(code), self._refusal(code, bad, entries))
+            self._buy_slabs()
+
+    def _refusal(self, code: int, bad: int, entries: np.ndarray) -> str:
+        what = {
+            StepCode.TABLE: "no such table, or the session is closed",
+            StepCode.SEQUENCE: "unknown sequence",
+            StepCode.PROTOCOL: "the sequence stands in the step twice, or a flag is unknown",
+            StepCode.ROWS: f"too many query rows: at most {max_rows_per_entry(self._geometry)} of "
+            f"one sequence and {self._geometry.max_rows} of a step",
+            StepCode.RANGE: "tokens before the step are not in the cache (never written, or fallen "
+            f"out of a window's ring), or beyond max_model_len={self._geometry.max_model_len}",
+        }.get(StepCode(code), "internal error")
+        return f"step entry {bad} {entries[bad]}: {what}" if bad >= 0 else what
+
+    def _buy_slabs(self) -> None:
+        """Buys the blocks that the C side found missing, in slabs as large as the budget allows.
+
+        Raises:
+            CacheFullError: not even the missing blocks fit; slabs just bought are still empty.
+        """
+        missing = self._missing.tolist()
+        needed = sum(n * nbytes for n, nbytes in zip(missing, self._block_bytes, strict=True))
+        free = self._budget.limit_bytes - self._budget.used_bytes
+        for group, count in enumerate(missing):
+            nbytes = self._block_bytes[group]
+            wanted = min(SLAB_BYTES, self._budget.limit_bytes // SLAB_SHARE) // nbytes
+            # a bigger slab only if the other groups' missing blocks still fit beside it
+            wanted = max(count, min(wanted, (free - needed) // nbytes + count))
+            if not count:
+                continue
+            try:
+                self._budget.reserve(wanted * nbytes)
+            except CacheFullError as exc:
+                raise CacheFullError(
+                    f"the step needs {needed} more bytes of KV-cache, {free} of "
+                    f"{self._budget.limit_bytes} are free",
+                    needed_bytes=needed,
+                    free_bytes=free,
+                ) from exc
+            if self.context.add_slab(group, wanted) != StepCode.OK:
+                self._budget.release(wanted * nbytes)
+                raise CacheFullError(
+                    f"the system gave no {wanted * nbytes} bytes for the KV-cache",
+                    needed_bytes=needed,
+                    free_bytes=free,
+                )
+            free -= wanted * nbytes
+            needed -= count * nbytes
+
+    def free(self, handles: np.ndarray) -> None:
+        """Frees sequences; handles that are unknown are skipped, a lost step may never have made them."""
+        for handle in np.asarray(handles, dtype=np.uint64).tolist():
+            slot = self._slots.pop(handle, None)
+            if slot is not None:
+                self.context.free_sequence(slot)
+        self._release_slabs()
+
+    def _release_slabs(self) -> None:
+        self._budget.release(self.context.trim())
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Makes `dst` share the first `length` tokens of `src`; blocks are copied when written.
+
+        Raises:
+            StepRefusedError: `src` is unknown, `dst` exists, or `src` no longer holds those tokens.
+        """
+        slot = self._slot(src)
+        if dst in self._slots:
+            raise StepRefusedError(StepCode.SEQUENCE, f"fork: sequence {dst} exists already")
+        new = self._new_slot()
+        code = self.context.fork(slot, new, length)
+        if code != StepCode.OK:
+            self.context.free_sequence(new)
+            raise StepRefusedError(
+                StepCode(code), f"fork: sequence {src} does not hold {length} tokens to share"
+            )
+        self._slots[dst] = new
+
+    def _slot(self, handle: int) -> int:
+        slot = self._slots.get(handle)
+        if slot is None:
+            raise StepRefusedError(StepCode.SEQUENCE, f"unknown sequence {handle}")
+        return slot
+
+    def export_range(self, handle: int, start: int, stop: int) -> bytes:
+        """Returns tokens [start, stop) in stored form, for import_range() of an equal geometry.
+
+        A window group gives only what its ring still holds.
+
+        Raises:
+            StepRefusedError: the sequence is unknown or has no such tokens.
+        """
+        slot = self._slot(handle)
+        written = self.context.written(slot)
+        if not 0 <= start <= stop <= written:
+            raise StepRefusedError(
+                StepCode.RANGE,
+                f"export of tokens {start} to {stop} of sequence {handle}, which has {written}",
+            )
+        parts = [_RANGE_HEADER.pack(_RANGE_MAGIC, self._fingerprint(), start, stop)]
+        for group in range(len(self._block_bytes)):
+            first = min(stop, self.context.export_start(slot, group, start))
+            data = np.empty((stop - first) * self._token_bytes(group), dtype=np.uint8)
+            code = self.context.copy_range(slot, group, first, stop, data.ctypes.data, 0)
+            if code != StepCode.OK:
+                raise StepRefusedError(StepCode(code), f"export of sequence {handle} failed")
+            parts += [_RANGE_FIRST.pack(first), data.tobytes()]
+        return b"".join(parts)
+
+    def import_range(self, handle: int, start: int, data: bytes) -> None:
+        """Writes what export_range() gave at its tokens; the sequence then ends with them.
+
+        Raises:
+            CacheFullError: the budget has no room.
+            StepRefusedError: the data is damaged, of another geometry or start, or leaves a gap.
+        """
+        stop, pieces = self._parse_range(start, data)
+        entry = np.array([(handle, start, stop - start, ENTRY_UPLOAD)], dtype=ENTRY_DTYPE)
+        known = self._slots.get(handle)
+        if start and known is not None and self.context.written(known) < start:
+            raise StepRefusedError(
+                StepCode.RANGE, f"import at token {start} leaves a gap in sequence {handle}"
+            )
+        self.begin_step(-1, 0, entry)
+        for group, (first, raw) in enumerate(pieces):
+            code = self.context.copy_range(
+                self._slots[handle], group, first, stop, raw.ctypes.data, 1
+            )
+            if code != StepCode.OK:
+                raise StepRefusedError(StepCode(code), f"import into sequence {handle} failed")
+
+    def _parse_range(self, start: int, data: bytes) -> tuple[int, list[tuple[int, np.ndarray]]]:
+        def refuse(why: str) -> StepRefusedError:
+            return StepRefusedError(StepCode.PROTOCOL, f"import of {len(data)} bytes: {why}")
+
+        if len(data) < _RANGE_HEADER.size:
+            raise refuse("too short")
+        magic, fingerprint, data_start, stop = _RANGE_HEADER.unpack_from(data)
+        if magic != _RANGE_MAGIC:
+            raise refuse("this is no exported range")
+        if fingerprint != self._fingerprint():
+            raise refuse("it was exported under another model geometry or KV dtype")
+        if data_start != start or not start <= stop <= self._geometry.max_model_len:
+            raise refuse(f"it holds tokens {data_start} to {stop}, asked for {start} on")
+        at, pieces = _RANGE_HEADER.size, []
+        for index, group in enumerate(self._geometry.groups):
+            if len(data) < at + _RANGE_FIRST.size:
+                raise refuse("too short")
+            (first,) = _RANGE_FIRST.unpack_from(data, at)
+            at += _RANGE_FIRST.size
+            if not start <= first <= stop or (first > start and group.window is None):
+                raise refuse(f"KV group {index} begins at token {first}")
+            nbytes = (stop - first) * self._token_bytes(index)
+            if len(data) < at + nbytes or stop - first > (
+                ring_blocks(group) * BLOCK_TOKENS if group.window is not None else stop
+            ):
+                raise refuse(f"KV group {index} has the wrong length")
+            pieces.append((first, np.frombuffer(data, dtype=np.uint8, count=nbytes, offset=at)))
+            at += nbytes
+        if at != len(data):
+            raise refuse(f"{len(data) - at} bytes too many")
+        return stop, pieces
+
+    def _token_bytes(self, group: int) -> int:
+        return self._block_bytes[group] // BLOCK_TOKENS
+
+    def _fingerprint(self) -> int:
+        shape = (self._geometry.groups, kv_dtype(self._geometry.kv_dtype).name, BLOCK_TOKENS)
+        return zlib.crc32(repr(shape).encode())
+
+    def close(self) -> None:
+        """Frees all memory and gives it back to the budget. Idempotent; waits for a running attend."""
+        if self._closed:
+            return
+        self._closed = True
+        self._slots.clear()
+        self._budget.release(self.context.close())

@@ -1,0 +1,27 @@
+"""Puts the rooms behind the server together: session, kernel and data plane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode_rdma.config import AttentionGeometry
+from fastdecode_rdma.transport.base import FrameSizes, check_slots
+from fastdecode_rdma.transport.serve import DataPlane
+from fastdecode_rdma.wire.messages import SlotPlan
+from fastdecode_rdma.worker.session_record import Machinery
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What the compiled kernel uses on this machine."""
+
+    isa: str
+    available: tuple[str, ...]
+    block_tokens: int
+    seg_tokens: int
+
+
+def buffer_bytes(geometry: AttentionGeometry, slots: SlotPlan) -> int:
+    """Returns the bytes of a session's row buffers in the data plane (rows in, rows out, bulk)."""
+    sizes = FrameSizes.of(geometry, bulk_bytes=slots.bulk_nbytes)
+    return 2 * sizes.latency_bytes + sizes.max_bulk_bytes

@@ -1,0 +1,39 @@
+"""Builds the C extensions; everything declarative lives in pyproject.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+HEADERS = sorted(str(path) for path in Path("cython").glob("*.h"))
+
+
+def extension(package: str, stem: str) -> Extension:
+    """One `cython/<stem>.pyx` -> `<package>.<stem>`. Instruction sets are chosen at run time: no
+    -march."""
+    return Extension(
+        f"{package}.{stem}",
+        sources=[f"cython/{stem}.pyx"],
+        include_dirs=["cython"],
+        depends=HEADERS,
+        extra_compile_args=["-O3", "-g0", "-fopenmp"],
+        extra_link_args=["-fopenmp"],
+        libraries=["dl"],
+    )
+
+
+setup(
+    ext_modules=cythonize(
+        [
+            extension("fastdecode_rdma", "_dense"),
+            extension("fastdecode_rdma.transport", "_pump"),
+            extension("fastdecode_rdma.worker", "_attention"),
+        ],
+        build_dir="build/cython",  # generated C stays out of cython/
+        include_path=["cython"],
+        language_level=3,
+        compiler_directives={"boundscheck": False, "wraparound": False},
+    )
+)

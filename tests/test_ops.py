@@ -1,0 +1,225 @@
+"""The CPU ops against the float64 oracle, and the bit-identity that deterministic mode stands on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastdecode_rdma import _dense
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.ops import CpuOps, GemmChoice, _winner
+from fastdecode_rdma.reference import ReferenceOps, RopeTable
+
+EPS = torch.finfo(torch.float32).eps
+ORACLE = ReferenceOps(torch.float64)
+
+
+@pytest.fixture(params=_dense.ISA_NAMES)
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuOps:
+    """Packed kernels of one instruction set, two threads."""
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+    try:
+        return CpuOps(num_threads=2, deterministic=True)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def gemm_bound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """|error| of a K-term fp32 sum, each term rounded once: K * eps * sum |x w|, the textbook bound."""
+    return (weight.shape[1] + 2) * EPS * (x.abs().double() @ weight.abs().double().t())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 8, 13, 32, 127, 128, 129, 300])
+@pytest.mark.parametrize(("num_out", "num_in"), [(16, 8), (17, 33), (96, 576), (250, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_is_within_the_rounding_bound(
+    ops: CpuOps, rows: int, num_out: int, num_in: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    weight, bias = torch.randn(num_out, num_in).to(dtype), torch.randn(num_out)
+    x, residual = torch.randn(rows, num_in), torch.randn(rows, num_out)
+    packed = ops.pack(weight, bias)
+    expected = x.double() @ weight.double().t() + bias.double()
+    bound = gemm_bound(x, weight) + EPS * (expected.abs() + residual.abs())
+    assert ((ops.linear(x, packed) - expected).abs() <= bound).all()
+    total = ops.linear_add_(x, packed, residual.clone())
+    assert ((total - expected - residual.double()).abs() <= 2 * bound).all()
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(ops: CpuOps) -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(200, 700).bfloat16()
+    x = torch.randn(300, 700)
+    packed = ops.pack(weight, torch.randn(200))
+    whole = ops.linear(x, packed).clone()
+    for threads in (1, 2, 3):
+        other = CpuOps(num_threads=threads, deterministic=True)
+        for rows in (1, 2, 3, 6, 8, 11, 64, 129):
+            assert torch.equal(other.linear(x[:rows].contiguous(), packed), whole[:rows]), rows
+            tail = x[-rows:].contiguous()
+            assert torch.equal(other.linear(tail, packed), whole[-rows:]), rows
+
+
+def test_bf16_weights_give_the_bits_of_the_same_weights_in_fp32(ops: CpuOps) -> None:
+    torch.manual_seed(2)
+    weight, x = torch.randn(65, 90).bfloat16(), torch.randn(9, 90)
+    assert torch.equal(
+        ops.linear(x, ops.pack(weight, None)).clone(), ops.linear(x, ops.pack(weight.float(), None))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embedding_returns_the_rows_of_the_checkpoint_exactly(ops: CpuOps, dtype: torch.dtype) -> None:
+    weight = torch.randn(37, 24).to(dtype)
+    ids = torch.tensor([0, 36, 15, 16, 15])
+    assert torch.equal(ops.embedding(ops.pack(weight, None), ids), weight[ids].float())
+
+
+@pytest.mark.parametrize("bad", [-1, 37])
+def test_embedding_refuses_ids_outside_the_vocabulary(ops: CpuOps, bad: int) -> None:
+    packed = ops.pack(torch.randn(37, 24), None)
+    with pytest.raises(ConfigError, match=f"token id {bad} is outside the vocabulary of 37"):
+        ops.embedding(packed, torch.tensor([1, bad]))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 576), (5, 100), (64, 640)])
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_norms_match_the_oracle(ops: CpuOps, rows: int, width: int, unit_offset: bool) -> None:
+    torch.manual_seed(3)
+    x, y = torch.randn(rows, width) * 3, torch.randn(rows, width)
+    weight, bias = torch.randn(width), torch.randn(width)
+    # mean of squares: width terms of relative error eps; then a handful of roundings
+    tol = (width + 8) * EPS
+    args = {"unit_offset": unit_offset}
+    expected = ORACLE.rms_norm(x.double(), weight.double(), 1e-5, **args)
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-5, **args).double(), expected, rtol=tol, atol=tol
+    )
+    x1, x2 = x.clone(), x.double()
+    normed = ops.add_rms_norm(x1, y, weight, 1e-5, **args)
+    expected = ORACLE.add_rms_norm(x2, y.double(), weight.double(), 1e-5, **args)
+    torch.testing.assert_close(normed.double(), expected, rtol=tol, atol=2 * tol)
+    assert torch.equal(x1, x + y)
+    expected = ORACLE.layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
+    actual = ops.layer_norm(x, weight, bias, 1e-5).double()
+    torch.testing.assert_close(actual, expected, rtol=tol, atol=4 * tol)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("width", [8, 30, 1536])
+def test_activations_match_the_oracle_over_their_whole_range(
+    ops: CpuOps, activation: str, width: int
+) -> None:
+    gate = torch.linspace(-120, 120, 4 * width).view(4, width)[torch.randperm(4)]
+    gate[0] = torch.linspace(-3, 3, width)
+    up = torch.randn(4, width)
+    both = torch.cat([gate, up], dim=1)
+    expected = ORACLE.act_mul(both.double(), activation)
+    # exp, one division, one product: a few ulp; for large |x| exp magnifies the error of its argument
+    torch.testing.assert_close(
+        ops.act_mul(both, activation).double(), expected, rtol=64 * EPS, atol=1e-6
+    )
+    alone = ops.act(gate.clone(), activation)
+    torch.testing.assert_close(
+        alone.double(), ORACLE.act(gate.double(), activation), rtol=64 * EPS, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 256])
+@pytest.mark.parametrize("rotary", [0, 8, None])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_qkv_rows_match_the_oracle(
+    ops: CpuOps, head_dim: int, rotary: int | None, normed: bool, in_place: bool
+) -> None:
+    torch.manual_seed(4)
+    heads, kv_heads, rows = 6, 2, 5
+    rot_dim = head_dim if rotary is None else rotary
+    angle = torch.randn(40, rot_dim // 2)
+    rope = RopeTable(angle.cos(), angle.sin()) if rot_dim else None
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim)
+    positions = torch.tensor([0, 39, 7, 7, 21])
+    norms = [torch.randn(head_dim) if normed else None for _ in range(2)]
+    args = {
+        "unit_offset": True,
+        "num_q_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+    double = [None if norm is None else norm.double() for norm in norms]
+    expected = torch.empty_like(qkv, dtype=torch.float64)
+    ORACLE.qkv_rows(qkv.double(), positions, rope, *double, 1e-6, out=expected, **args)
+    source = qkv.clone()
+    out = source if in_place else torch.empty_like(qkv)
+    ops.qkv_rows(source, positions, rope, *norms, 1e-6, out=out, **args)
+    tol = (head_dim + 16) * EPS
+    torch.testing.assert_close(out.double(), expected, rtol=tol, atol=8 * tol)
+
+
+def test_non_finite_values_stay_visible(ops: CpuOps) -> None:
+    """A NaN or infinity must reach the row status or the logits, never turn into a number."""
+    x = torch.randn(3, 64)
+    x[1, 5] = float("nan")
+    for activation in ("silu", "gelu_tanh"):
+        assert ops.act(x.clone(), activation)[1, 5].isnan()
+    normed = ops.rms_norm(x, torch.ones(64), 1e-5)
+    assert normed[1].isnan().all() and normed[0].isfinite().all() and normed[2].isfinite().all()
+    out = ops.linear(x, ops.pack(torch.randn(32, 64), None))
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+def test_the_gemm_is_chosen_by_measurement() -> None:
+    ops = CpuOps(num_threads=2)
+    ops.pack(torch.randn(64, 64), None)
+    choice = ops.gemm_choices[(64, 64, "fp32")]
+    assert set(choice.seconds) == {"packed", "torch", "numpy"}
+    assert all(len(times) == 4 and min(times) > 0 for times in choice.seconds.values())
+    assert choice.backend == _winner(choice.seconds)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+def test_every_library_backend_computes_the_same_function(backend: str) -> None:
+    ops = CpuOps(num_threads=2)
+    weight, bias, x = torch.randn(48, 40).bfloat16(), torch.randn(48), torch.randn(7, 40)
+    ops.gemm_choices[(48, 40, "bf16")] = GemmChoice(backend)
+    linear = ops.pack(weight, bias)
+    assert linear.backend == backend
+    expected = x.double() @ weight.double().t() + bias.double()
+    bound = gemm_bound(x, weight) + EPS * expected.abs()
+    assert ((ops.linear(x, linear) - expected).abs() <= bound).all()
+    residual = torch.randn(7, 48)
+    total = ops.linear_add_(x, linear, residual.clone())
+    assert ((total - expected - residual).abs() <= 2 * bound + EPS * residual.abs()).all()
+    assert torch.equal(ops.embedding(linear, torch.tensor([3, 0])), weight[[3, 0]].float())
+
+
+def test_the_fastest_backend_wins_but_packed_keeps_a_close_race() -> None:
+    assert _winner({"packed": [1.1, 1.1], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "packed"
+    assert _winner({"packed": [1.3, 1.3], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "torch"
+
+
+def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTDECODE_ISA", "sse9")
+    with pytest.raises(ConfigError, match="'sse9' is unknown"):
+        CpuOps()
+
+
+def test_the_dense_kernels_run_on_torchs_own_thread_pool() -> None:
+    """No second pool of OpenMP threads may appear beside torch's."""
+    code = (
+        "import os, torch\n"
+        "torch.set_num_threads(2)\n"
+        "torch.randn(1000, 1000) @ torch.randn(1000, 1000)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "from fastdecode_rdma.ops import CpuOps\n"
+        "ops = CpuOps(num_threads=2, deterministic=True)\n"
+        "ops.linear(torch.randn(64, 512), ops.pack(torch.randn(512, 512), None))\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "0"
