@@ -24,8 +24,18 @@ FD_INLINE const char *ISA(block)(const ISA(view) *view, int token) {
     return fd_block_at(view->group, view->list, view->base + token)->data;
 }
 
-/* Scores of H vectors against tokens [t, t+4); `ahead` is where the same tokens of the next block lie. */
-FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *k, size_t row, float *scores) {
+/* Fetches the line that `nbytes` of streaming from offset `at` on correspond to, if it is the first to do so.
+ * One line per line consumed: a burst would fill the miss buffers and stall the loads behind it. */
+FD_INLINE void ISA(fetch)(const char *ahead, size_t at, size_t nbytes, size_t limit) {
+    if (at >= limit) return;
+    for (size_t b = 0; b < nbytes; b += 64)
+        if (nbytes >= 64 || at % 64 < nbytes) __builtin_prefetch(ahead + at + b);
+}
+
+/* Scores of H vectors against tokens [t, t+4), fetching ahead[at .. at + 4 rows) meanwhile. */
+FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *k, size_t row, const char *ahead,
+                         size_t at, size_t limit, float *scores) {
+    const size_t element = dtype == FD_FP32 ? 4 : 2;
     v4f r[4];
     if (H == 4) {
         for (int t = 0; t < 4; t += 2) {
@@ -33,6 +43,7 @@ FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *
             const char *k0 = k + t * row, *k1 = k0 + row;
             for (int i = 0; i < dim; i += VL) {
                 vf a = ISA(load_as)(k0, i, dtype), b = ISA(load_as)(k1, i, dtype);
+                ISA(fetch)(ahead, at + t * row + 2 * i * element, 2 * VL * element, limit);
                 for (int h = 0; h < 4; h++) {
                     vf qh = ISA(load)(q + h * dim + i);
                     acc[h][0] = ISA(fma)(a, qh, acc[h][0]);
@@ -50,11 +61,13 @@ FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *
         r[3] = __builtin_shuffle(ef, gh, (v4i){2, 3, 6, 7});
     } else {
         vf acc[3][4] = {{{0}}};
-        for (int i = 0; i < dim; i += VL)
+        for (int i = 0; i < dim; i += VL) {
+            ISA(fetch)(ahead, at + 4 * i * element, 4 * VL * element, limit);
             for (int t = 0; t < 4; t++) {
                 vf kt = ISA(load_as)(k + t * row, i, dtype);
                 for (int h = 0; h < H; h++) acc[h][t] = ISA(fma)(kt, ISA(load)(q + h * dim + i), acc[h][t]);
             }
+        }
         for (int h = 0; h < H; h++) r[h] = ISA(sums)(acc[h][0], acc[h][1], acc[h][2], acc[h][3]);
     }
     for (int h = 0; h < H; h++) memcpy(scores + h * FD_SCORES, &r[h], sizeof r[h]);
@@ -63,16 +76,16 @@ FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *
 /* Adds weights * V of tokens [from, to) to the NV vectors of H accumulators from dimension d on. */
 FD_INLINE void ISA(add)(int H, int NV, int dtype, const float *weights, const char *v, size_t row, int from, int to,
                         const char *ahead, int ahead_rows, float *acc, int dim, int d) {
-    const size_t element = dtype == FD_FP32 ? 4 : 2, at = d * element, nbytes = NV * VL * element;
-    if (at % 64 && nbytes < 64) ahead_rows = 0; /* another chunk has fetched this line */
+    const size_t element = dtype == FD_FP32 ? 4 : 2, nbytes = NV * VL * element;
+    ahead += d * element * FD_BLOCK;
+    const size_t limit = ahead_rows * row - fd_min(ahead_rows * row, d * element * FD_BLOCK);
     vf a[4][8];
     for (int h = 0; h < H; h++)
         for (int j = 0; j < NV; j++) a[h][j] = ISA(load)(acc + h * dim + d + j * VL);
     for (int t = from; t < to; t++) {
         vf w[4];
         for (int h = 0; h < H; h++) w[h] = ISA(splat)(weights[h * FD_SCORES + t]);
-        if (t < ahead_rows)
-            for (size_t b = 0; b < nbytes; b += 64) __builtin_prefetch(ahead + t * row + at + b);
+        ISA(fetch)(ahead, t * nbytes, nbytes, limit);
         for (int j = 0; j < NV; j++) {
             vf vt = ISA(load_as)(v + t * row, d + j * VL, dtype);
             for (int h = 0; h < H; h++) a[h][j] = ISA(fma)(w[h], vt, a[h][j]);
@@ -96,7 +109,7 @@ FD_INLINE void ISA(add_tile)(int H, int dtype, const float *weights, const char 
     switch (H) { /* accumulators + weights + one V vector stay below 16 registers */
         case 1: ISA(add_all)(1, 8, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim); break;
         case 2: ISA(add_all)(2, 4, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim); break;
-        case 3: ISA(add_all)(3, 3, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim); break;
+        case 3: ISA(add_all)(3, 4, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim); break;
         default: ISA(add_all)(4, 2, dtype, weights, v, row, from, to, ahead, ahead_rows, acc, dim);
     }
 }
@@ -118,15 +131,14 @@ FD_INLINE void ISA(score_pass)(const ISA(view) *view, int dtype, int n, const IS
             int from = spans[v].lo > b ? (spans[v].lo - b) & ~3 : 0;
             int to = (int)fd_min(FD_BLOCK, spans[v + h - 1].hi - b);
             for (int t = from; t < to; t += 4) { /* rows past `to` are inside the block, their scores unused */
-                if (v == 0 && t < ahead_rows)
-                    for (size_t line = 0; line < 4 * row; line += 64) __builtin_prefetch(ahead + t * row + line);
+                const size_t at = t * row, limit = v ? 0 : ahead_rows * row;
                 const float *qv = q + v * dim;
                 float *out = scores + v * FD_SCORES + b + t;
                 switch (h) {
-                    case 1: ISA(dot4)(1, dtype, qv, dim, k + t * row, row, out); break;
-                    case 2: ISA(dot4)(2, dtype, qv, dim, k + t * row, row, out); break;
-                    case 3: ISA(dot4)(3, dtype, qv, dim, k + t * row, row, out); break;
-                    default: ISA(dot4)(4, dtype, qv, dim, k + t * row, row, out);
+                    case 1: ISA(dot4)(1, dtype, qv, dim, k + t * row, row, ahead, at, limit, out); break;
+                    case 2: ISA(dot4)(2, dtype, qv, dim, k + t * row, row, ahead, at, limit, out); break;
+                    case 3: ISA(dot4)(3, dtype, qv, dim, k + t * row, row, ahead, at, limit, out); break;
+                    default: ISA(dot4)(4, dtype, qv, dim, k + t * row, row, ahead, at, limit, out);
                 }
             }
         }

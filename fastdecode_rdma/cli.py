@@ -84,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(parser.parse_args(arguments[1:]))
     except FastDecodeError as exc:
         return _fail(str(exc))
+    except ImportError as exc:
+        if (exc.name or "").startswith("fastdecode_rdma"):
+            raise  # a fault of ours
+        return _fail(f"{exc}; `fastdecode doctor` shows what is missing")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

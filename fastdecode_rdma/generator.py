@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode_rdma.detokenizer import IncrementalDetokenizer
 from fastdecode_rdma.engine.loop import EngineLoop
 from fastdecode_rdma.engine.setup import (
     EngineParts,
@@ -23,6 +24,7 @@ from fastdecode_rdma.engine.setup import (
 from fastdecode_rdma.engine.state import Request
 from fastdecode_rdma.errors import ConfigError, FastDecodeError
 from fastdecode_rdma.prompts import (
+    CheckedPrompt,
     Prompt,
     PromptEncoder,
     check_all,
@@ -31,7 +33,7 @@ from fastdecode_rdma.prompts import (
 )
 from fastdecode_rdma.results import ResultCollector
 from fastdecode_rdma.sequence import RequestOutput, SamplingParams, TokenEvent
-from fastdecode_rdma.stream import EventStream, MakeRequest, Submission
+from fastdecode_rdma.stream import Deliver, EventStream, Fail, MakeRequest, Submission
 from fastdecode_rdma.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,9 +59,6 @@ class Generator:
             tokenizer,
             vocab_size=parts.model.config.vocab_size,
             max_model_len=parts.engine.options.max_model_len,
-        )
-        self._eos_token_ids = frozenset(parts.model.config.eos_token_ids) | frozenset(
-            () if tokenizer is None else tokenizer.eos_token_ids
         )
         self._started = time.monotonic()
         self._loop = EngineLoop(
@@ -126,7 +125,7 @@ class Generator:
         loaded = Tokenizer.from_directory(
             text_dir, chat_template=chat_template, required=tokenizer is not None
         )
-        return cls(build_engine(directory, options), loaded, seed=seed)
+        return cls(build_engine(directory, options, loaded), loaded, seed=seed)
 
     # -- generation
 
@@ -154,7 +153,7 @@ class Generator:
         return EventStream(
             self._loop,
             self._submissions(prompts, params),
-            lookahead=self._parts.max_num_seqs + self._parts.max_num_seqs // 4 + 1,
+            lookahead=self._lookahead,
             raise_errors=on_error == "raise",
         )
 
@@ -183,7 +182,7 @@ class Generator:
             EventStream(
                 self._loop,
                 collector.watch(source),
-                lookahead=self._parts.max_num_seqs + self._parts.max_num_seqs // 4 + 1,
+                lookahead=self._lookahead,
                 raise_errors=on_error == "raise",
             ) as stream,
         ):
@@ -216,49 +215,57 @@ class Generator:
         if not isinstance(default, SamplingParams):
             default = list(default)
         checked = check_all(prompts, default, self._encoder.encode, self._check_params)
-        return iter([self._request_maker(*item) for item in checked])
+        return map(self._request_maker, checked)
 
     def _lazy(
         self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams]
     ) -> Iterator[Submission]:
         encode, check = self._encoder.encode, self._check_params
-        for index, ids, mine in check_lazily(prompts, params, encode, check):
-            yield (
-                (index, ids)
-                if isinstance(ids, ConfigError)
-                else self._request_maker(index, ids, mine)
-            )
+        for item in check_lazily(prompts, params, encode, check):
+            yield item if isinstance(item, tuple) else self._request_maker(item)
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only this generator knows of parameters."""
-        if params.n > self._parts.max_num_seqs:
-            raise ConfigError(f"n={params.n} is more than max_num_seqs={self._parts.max_num_seqs}")
+        seats = self._parts.options.max_num_seqs
+        if params.n > seats:
+            raise ConfigError(f"n={params.n} is more than max_num_seqs={seats}")
         if params.stop and self._tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
 
-    def _request_maker(self, index: int, ids: np.ndarray, params: SamplingParams) -> MakeRequest:
-        room = self._encoder.max_model_len - len(ids)
+    def _request_maker(self, prompt: CheckedPrompt) -> MakeRequest:
+        params = prompt.params
+        room = self._encoder.max_model_len - len(prompt.ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
 
-        def make(deliver: Any, fail: Any) -> Request:
+        def make(deliver: Deliver, fail: Fail) -> Request:
             return Request(
-                index=index,
-                prompt_ids=ids,
+                index=prompt.index,
+                text=prompt.text,
+                prompt_ids=prompt.ids,
                 params=params,
                 seed=seed,
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-                eos_token_ids=self._eos_token_ids,
-                make_detokenizer=lambda: self._make_detokenizer(params),
+                make_detokenizer=lambda: self._make_detokenizer(params, prompt.ids),
                 deliver=deliver,
                 fail=fail,
             )
 
         return make
 
-    def _make_detokenizer(self, params: SamplingParams) -> Any:
-        return None if self._tokenizer is None else self._tokenizer.detokenizer(params)
+    def _make_detokenizer(
+        self, params: SamplingParams, ids: np.ndarray
+    ) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.detokenizer(params, prompt_ids=ids.tolist())
 
     # -- the rest
+
+    @property
+    def _lookahead(self) -> int:
+        """Sequences a stream keeps submitted: a full batch, and some that wait for its seats."""
+        seats = self._parts.options.max_num_seqs
+        return seats + seats // 4 + 1
 
     @property
     def tokenizer(self) -> Tokenizer | None:

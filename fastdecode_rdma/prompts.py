@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,14 @@ class PromptEncoder:
         return ids
 
 
-CheckedPrompt = tuple[int, np.ndarray, SamplingParams]
+@dataclass(frozen=True)
+class CheckedPrompt:
+    """A prompt ready to run. `text` is None when ids or messages were given."""
+
+    index: int
+    text: str | None
+    ids: np.ndarray  # int64 [L]
+    params: SamplingParams
 
 
 def check_all(
@@ -107,7 +115,7 @@ def check_all(
     encode: Callable[[Prompt], np.ndarray],
     check_params: Callable[[SamplingParams], None],
 ) -> list[CheckedPrompt]:
-    """Checks a whole list of prompts; returns (index, ids, params) of each.
+    """Checks a whole list of prompts.
 
     Raises:
         ConfigError: names every bad prompt by its index.
@@ -123,7 +131,7 @@ def check_all(
         try:
             mine = params if isinstance(params, SamplingParams) else _as_params(params[index])
             check_params(mine)
-            checked.append((index, encode(prompt), mine))
+            checked.append(_checked(index, prompt, encode, mine))
         except ConfigError as error:
             bad.append(f"prompt {index}: {error}")
     if bad:
@@ -137,21 +145,26 @@ def check_lazily(
     params: SamplingParams | Iterable[SamplingParams],
     encode: Callable[[Prompt], np.ndarray],
     check_params: Callable[[SamplingParams], None],
-) -> Iterator[tuple[int, np.ndarray | ConfigError, SamplingParams]]:
+) -> Iterator[CheckedPrompt | tuple[int, ConfigError]]:
     """Like check_all for a source that is pulled as the batch has room.
 
-    A bad prompt ends nothing: its ConfigError takes the place of the ids.
+    A bad prompt ends nothing: its index comes with the ConfigError.
     """
     each = None if isinstance(params, SamplingParams) else iter(params)
     for index, prompt in enumerate(prompts):
-        mine = params if isinstance(params, SamplingParams) else SamplingParams()
         try:
-            if each is not None:
-                mine = _as_params(next(each, None))
+            mine = params if each is None else _as_params(next(each, None))
             check_params(mine)
-            yield index, encode(prompt), mine
+            yield _checked(index, prompt, encode, mine)
         except ConfigError as error:
-            yield index, ConfigError(f"prompt {index}: {error}"), mine
+            yield index, ConfigError(f"prompt {index}: {error}")
+
+
+def _checked(
+    index: int, prompt: Prompt, encode: Callable[[Prompt], np.ndarray], params: SamplingParams
+) -> CheckedPrompt:
+    text = prompt if isinstance(prompt, str) else None
+    return CheckedPrompt(index, text, encode(prompt), params)
 
 
 def _as_params(value: object) -> SamplingParams:

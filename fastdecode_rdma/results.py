@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -11,7 +11,7 @@ from tqdm import tqdm
 from fastdecode_rdma.engine.state import Request
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.sequence import CompletionOutput, Logprob, RequestOutput, TokenEvent
-from fastdecode_rdma.stream import MakeRequest, Submission
+from fastdecode_rdma.stream import Deliver, Fail, MakeRequest, Submission
 
 
 @dataclass(slots=True)
@@ -49,6 +49,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Entry:
+    prompt: str | None
     prompt_token_ids: list[int]
     seed: int | None
     samples: list[_Sample]
@@ -57,6 +58,7 @@ class _Entry:
     def output(self, index: int) -> RequestOutput:
         return RequestOutput(
             index=index,
+            prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[sample.output(i) for i, sample in enumerate(self.samples)],
             finished=self.error is None,
@@ -88,20 +90,17 @@ class ResultCollector:
         """Passes submissions on, and opens a result for each."""
         for submission in source:
             if isinstance(submission, tuple):
-                self._entries[submission[0]] = _Entry([], None, [])
+                self._entries[submission[0]] = _Entry(None, [], None, [], submission[1])
                 yield submission
             else:
                 yield self._opening(submission)
 
     def _opening(self, make_request: MakeRequest) -> MakeRequest:
-        def make(
-            deliver: Callable[[list[TokenEvent]], None],
-            fail: Callable[[int, FastDecodeError], None],
-        ) -> Request:
+        def make(deliver: Deliver, fail: Fail) -> Request:
             request = make_request(deliver, fail)
             samples = [_Sample() for _ in range(request.params.n)]
             self._entries[request.index] = _Entry(
-                request.prompt_ids.tolist(), request.seed, samples
+                request.text, request.prompt_ids.tolist(), request.seed, samples
             )
             return request
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.sequence import Logprob, SamplingParams
 
 # The nucleus nearly always ends within the first guess; a wider search follows when it does not.
@@ -32,28 +31,21 @@ _LOW32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
 
 
-class NonFiniteLogitsError(FastDecodeError):
-    """Logits hold NaN or +inf, or nothing but -inf. `rows` lists the rows; the others are sound."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        super().__init__(
-            f"the logits of rows {list(rows)} are not finite; the model overflowed "
-            "(try dtype='float32') or its weights are damaged"
-        )
-        self.rows = tuple(rows)
-
-
 @dataclass(slots=True)
 class SampledTokens:
-    """One token per row; log-probabilities where the row's params ask for them, else None.
+    """One token per row.
 
+    `finite[row]` is False where the logits hold NaN or +inf, or nothing but -inf: that row has no
+    token (its id is -1) and its request must fail; the other rows are sound. `logprobs` and
+    `top_logprobs` are None when no row asked for them, and None per row that did not.
     `top_logprobs[row]` maps token ids to Logprob, the chosen token first, then by rank;
     `decoded_token` is left to whoever has the tokenizer.
     """
 
     token_ids: list[int]
-    logprob: list[float | None]
-    top_logprobs: list[dict[int, Logprob] | None]
+    finite: list[bool]
+    logprobs: list[float | None] | None
+    top_logprobs: list[dict[int, Logprob] | None] | None
 
 
 def philox4x32(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -100,19 +92,14 @@ def sample(
     """Returns one token per row; `positions` counts the output tokens before this one.
 
     `eos_ids` are what `min_tokens` forbids, together with the row's own stop_token_ids.
-
-    Raises:
-        NonFiniteLogitsError: some rows hold NaN or +inf; nothing was sampled.
     """
-    best = _checked_argmax(logits)
     num_rows = len(params)
     masked = logits
     short = [row for row in range(num_rows) if positions[row] < params[row].min_tokens]
     if short:
         masked = _forbid_stops(logits, short, params, eos_ids)
-        best = _checked_argmax(masked)
-    token_ids: list[int] = best.tolist()
-    drawn = [row for row in range(num_rows) if not params[row].is_greedy]
+    token_ids, finite = _argmax(masked)
+    drawn = [row for row in range(num_rows) if finite[row] and not params[row].is_greedy]
     if drawn:
         noise = uniforms(
             [seeds[row] for row in drawn],
@@ -126,24 +113,28 @@ def sample(
                 token_ids[row] = _draw_wide(masked[row].numpy(), params[row], uniform[row])
         if narrow:
             _draw_narrow(masked, narrow, params, uniform, token_ids)
-    logprob: list[float | None] = [None] * num_rows
+    if all(row_params.logprobs is None for row_params in params):
+        return SampledTokens(token_ids, finite, None, None)
+    logprobs: list[float | None] = [None] * num_rows
     top_logprobs: list[dict[int, Logprob] | None] = [None] * num_rows
-    asked = [row for row in range(num_rows) if params[row].logprobs is not None]
-    for row in asked:
-        top = _top_logprobs(logits[row], token_ids[row], params[row].logprobs or 0)
-        top_logprobs[row] = top
-        logprob[row] = top[token_ids[row]].logprob
-    return SampledTokens(token_ids, logprob, top_logprobs)
+    for row in range(num_rows):
+        count = params[row].logprobs
+        if count is not None and finite[row]:
+            top = _top_logprobs(logits[row], token_ids[row], count)
+            top_logprobs[row] = top
+            logprobs[row] = top[token_ids[row]].logprob
+    return SampledTokens(token_ids, finite, logprobs, top_logprobs)
 
 
-def _checked_argmax(logits: Tensor) -> np.ndarray:
-    """Returns the lowest id of the largest logit per row; numpy's argmax stops at a NaN."""
+def _argmax(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """Returns the lowest id of the largest logit per row, and whether that logit is finite.
+
+    One pass: numpy's argmax stops at the first NaN, so a NaN anywhere is the "largest".
+    """
     values = logits.numpy()
     best = values.argmax(axis=1)
-    peak = values[np.arange(len(best)), best]
-    if not np.isfinite(peak).all():
-        raise NonFiniteLogitsError(np.flatnonzero(~np.isfinite(peak)).tolist())
-    return best
+    finite = np.isfinite(values[np.arange(len(best)), best])
+    return np.where(finite, best, -1).tolist(), finite.tolist()
 
 
 def _forbid_stops(

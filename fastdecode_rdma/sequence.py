@@ -1,12 +1,11 @@
-"""Requests and results: what a user asks for, what comes back, and what the engine keeps of it."""
+"""Requests and results: what a user asks for and what comes back."""
 
 from __future__ import annotations
 
 import difflib
-import enum
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import KW_ONLY, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 from fastdecode_rdma.errors import ConfigError
@@ -149,6 +148,11 @@ class TokenEvent:
     stop_reason: int | str | None = None
     error: Exception | None = None
 
+    @classmethod
+    def failure(cls, request_index: int, error: Exception) -> TokenEvent:
+        """Returns the event that ends a request which failed."""
+        return cls(request_index, 0, None, "", finish_reason="error", error=error)
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -169,77 +173,23 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of one prompt. `prompt` is None when ids were given; `error` is why it failed."""
+    """All samples of one prompt, in the order of the prompts.
 
-    request_id: str
-    prompt: str | None
+    `seed` is the request's own or the one that was drawn for it; `error` is why it failed.
+    """
+
+    index: int
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt: str | None = None
+    seed: int | None = None
     error: Exception | None = None
 
-
-class SequenceStatus(enum.Enum):
-    """Where a sequence stands in the engine."""
-
-    WAITING = enum.auto()
-    PREFILLING = enum.auto()
-    RUNNING = enum.auto()
-    FINISHED = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """What the engine keeps of one sample: enough to start it again on another worker.
-
-    `handle` names its K/V rows on the worker.
-    """
-
-    request_index: int
-    sample_index: int
-    handle: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    seed: int
-    output_ids: list[int] = field(default_factory=list)
-    status: SequenceStatus = SequenceStatus.WAITING
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens together."""
-        return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
-
-    def append(self, token_id: int, *, eos_ids: Collection[int], max_model_len: int) -> None:
-        """Adds an output token and finishes the sequence if it ends one or fills the room.
-
-        A stop string found in the text of this token outranks "length": the caller then calls
-        `finish("stop", stop_string)`.
-        """
-        params = self.params
-        self.output_ids.append(token_id)
-        num_output = len(self.output_ids)
-        if num_output >= params.min_tokens:
-            if token_id in eos_ids and not params.ignore_eos:
-                self.finish("stop")
-                return
-            if token_id in params.stop_token_ids:
-                self.finish("stop", token_id)
-                return
-        full = params.max_tokens is not None and num_output >= params.max_tokens
-        if full or self.num_tokens >= max_model_len:
-            self.finish("length")
-
-    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """Marks the sequence as ended."""
-        self.status = SequenceStatus.FINISHED
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
+    def request_id(self) -> str:
+        """The index as text, under vLLM's name."""
+        return str(self.index)
 
 
 def _explain_unknown(name: str, known: list[str]) -> str:

@@ -17,9 +17,9 @@ from fastdecode_rdma.sequence import TokenEvent
 WAIT_S = 1.0
 """How long one wait lasts before the engine's health is looked at again."""
 
-MakeRequest = Callable[
-    [Callable[[list[TokenEvent]], None], Callable[[int, FastDecodeError], None]], Request
-]
+Deliver = Callable[[list[TokenEvent]], None]
+Fail = Callable[[int, FastDecodeError], None]
+MakeRequest = Callable[[Deliver, Fail], Request]
 """Builds a request that delivers to the two callables given."""
 
 Submission = MakeRequest | tuple[int, FastDecodeError]

@@ -1,20 +1,20 @@
 """The engine's side of attention: all workers behind one object, one C call per layer.
 
 Row buffers: per decode table one send and one receive buffer at a fixed address, long enough for
-max_rows rows of the widest layer. A message's rows lie packed at the layer's own width from the base
-address on; a worker's rows are a contiguous range of them, decided once in `begin_step`.
+max_rows rows of the widest layer. A message's rows lie packed at the layer's own width from the
+base address on; a worker's rows are a contiguous range of them, decided once in `begin_step`.
 """
 
 from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from fastdecode_rdma.attention.heartbeat import Heartbeats, Watched
 from fastdecode_rdma.config import NUM_DECODE_TABLES, AttentionGeometry
 from fastdecode_rdma.errors import ConfigError, WorkerLostError
 from fastdecode_rdma.transport._pump import Pump
@@ -51,10 +51,9 @@ class WorkerLink(ABC):
     transport: Transport
     info: WorkerInfo
 
-    @property
-    def watched(self) -> Watched | None:
-        """Its control connection, for the heartbeat thread; None for a worker of this process."""
-        return None
+    @abstractmethod
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """`tell(reason)` is called once, on any thread, when the worker falls silent or leaves."""
 
     @abstractmethod
     def close(self) -> None:
@@ -64,9 +63,9 @@ class WorkerLink(ABC):
 class AttentionBackend:
     """Drives the workers of one engine; used by the engine's thread only.
 
-    A worker that is lost, or silent for longer than `timeout_s` when its answer is due, stays lost:
-    `WorkerLostError` names it by its number, the others go on, and the step can be begun again under
-    a new number without it. The backend owns the workers and closes them.
+    A worker that is lost, or owes an answer for longer than `timeout_s`, stays lost:
+    `WorkerLostError` names it by its number, the others go on, and the step can be begun again
+    under a new number without it. The backend owns the workers and closes them.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class AttentionBackend:
         self.geometry = geometry
         self._pump = Pump(FrameSizes.of(geometry), timeout_s=timeout_s)
         self._workers: list[WorkerLink] = []
-        self._heartbeats: Heartbeats | None = None
         self._closed = False
         dtype = _NUMPY_DTYPES[geometry.wire_dtype]
         rows, tables = geometry.max_rows, range(NUM_DECODE_TABLES)
@@ -99,11 +97,7 @@ class AttentionBackend:
         """Adds an opened worker; returns its number."""
         index = worker.transport.attach(self._pump)
         self._workers.append(worker)
-        if worker.watched is not None:
-            if self._heartbeats is None:
-                self._heartbeats = Heartbeats(self._pump.mark_lost)
-                self._heartbeats.start()
-            self._heartbeats.watch(index, worker.watched)
+        worker.on_lost(partial(self._pump.mark_lost, index))
         return index
 
     @property
@@ -113,9 +107,7 @@ class AttentionBackend:
 
     # -- steps
 
-    def begin_step(
-        self, table: int, step: int, assignments: list[tuple[int, np.ndarray]]
-    ) -> None:
+    def begin_step(self, table: int, step: int, assignments: list[tuple[int, np.ndarray]]) -> None:
         """Begins a step. `assignments`: (worker number, entries of config.ENTRY_DTYPE), a worker at
         most once; rows lie in this order. Does not wait for the workers' answers.
 
@@ -255,6 +247,10 @@ class AttentionBackend:
             return known
         return WorkerInfo(**{**vars(known), "alive": False})
 
+    def infos(self) -> list[WorkerInfo]:
+        """Returns what is known of all workers, by number."""
+        return [self.info(worker) for worker in range(len(self._workers))]
+
     def stats(self) -> list[dict[str, int]]:
         """Returns the counters of every worker (transport._pump.Pump.stats)."""
         return [self._pump.stats(worker) for worker in range(len(self._workers))]
@@ -264,15 +260,13 @@ class AttentionBackend:
         if self._closed:
             return
         self._closed = True
-        if self._heartbeats is not None:
-            self._heartbeats.stop()
         self._pump.close()
         for worker in self._workers:
             worker.close()
 
 
 def _pages(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Returns zeros on pages of their own: one registration for verbs, and an address that stays."""
+    """Returns zeros on pages of their own: one registration for verbs, at an address that stays."""
     count = int(np.prod(shape))
     pages = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize))
     return np.frombuffer(pages, dtype=dtype, count=count).reshape(shape)

@@ -9,60 +9,54 @@ from __future__ import annotations
 import select
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 TICK_S = 0.1
 
 
 class Watched(ABC):
-    """A control connection as the heartbeat thread sees it."""
+    """A control connection as the heartbeat thread sees it. Both methods are callable from any
+    thread, never block and never raise."""
 
     @abstractmethod
     def fileno(self) -> int:
         """The socket to wait for, -1 when it is closed."""
 
     @abstractmethod
-    def beat(self, *, readable: bool) -> str | None:
-        """Receives what there is, sends a heartbeat if one is due; why the worker is lost, or None."""
+    def beat(self, *, readable: bool) -> bool:
+        """Receives what there is and sends a heartbeat if one is due; False when there is no more
+        to be done: it was closed, or is lost and has told so."""
 
 
-class Heartbeats(threading.Thread):
-    """`on_lost(number, reason)` is called on this thread, at most once per worker."""
+class Heartbeats:
+    """The thread runs as long as there is somebody to watch."""
 
-    def __init__(self, on_lost: Callable[[int, str], None]) -> None:
-        super().__init__(name="fastdecode heartbeats", daemon=True)
-        self._on_lost = on_lost
-        self._watched: dict[int, Watched] = {}
+    def __init__(self) -> None:
+        self._watched: set[Watched] = set()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def watch(self, number: int, control: Watched) -> None:
-        """Takes over a control connection: from now on only this thread reads it."""
+    def watch(self, control: Watched) -> None:
+        """Beats for a connection until it is closed or lost."""
         with self._lock:
-            self._watched[number] = control
+            self._watched.add(control)
+            if self._thread is None:
+                name = "fastdecode heartbeats"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread and waits for it; from then on the connections are the caller's."""
-        self._stop.set()
-        if self is not threading.current_thread() and self.is_alive():
-            self.join()
-
-    def run(self) -> None:
-        """Beats until stopped."""
-        while not self._stop.is_set():
+    def _run(self) -> None:
+        while True:
             with self._lock:
-                watched = dict(self._watched)
+                watched = list(self._watched)
+                if not watched:
+                    self._thread = None
+                    return
             poller = select.poll()
-            for control in watched.values():
-                if control.fileno() >= 0:
-                    poller.register(control.fileno(), select.POLLIN)
-            # A short tick instead of a wake-up pipe: a stop or a new worker waits that long at most.
-            ready = {fd for fd, _ in poller.poll(TICK_S * 1000)} if watched else set()
-            if not watched:
-                self._stop.wait(TICK_S)
-            for number, control in watched.items():
-                reason = control.beat(readable=control.fileno() in ready)
-                if reason is not None:
-                    with self._lock:
-                        del self._watched[number]
-                    self._on_lost(number, reason)
+            for control in watched:
+                if (fd := control.fileno()) >= 0:
+                    poller.register(fd, select.POLLIN)
+            # A short tick instead of a wake-up pipe: what changes is seen that much later at most.
+            ready = {fd for fd, _ in poller.poll(TICK_S * 1000)}
+            ended = {c for c in watched if not c.beat(readable=c.fileno() in ready)}
+            with self._lock:
+                self._watched -= ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastdecode_rdma.attention.backend import WorkerInfo, WorkerLink
@@ -41,6 +42,20 @@ class LocalWorker(WorkerLink):
             seg_tokens=facts.seg_tokens,
         )
 
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """A worker of this process is never lost."""
+
     def close(self) -> None:
         """Frees the session's memory; idempotent."""
         self.session.close()
+
+
+def embed_worker(
+    geometry: AttentionGeometry, *, num_threads: int, memory_bytes: int | None = None
+) -> LocalWorker:
+    """Returns an embedded worker; its memory limit is what is free here unless given."""
+    from fastdecode_rdma.worker.limits import default_memory
+    from fastdecode_rdma.worker.session import MemoryBudget
+
+    limit = default_memory().value if memory_bytes is None else memory_bytes
+    return LocalWorker(geometry, MemoryBudget(limit), num_threads=num_threads)

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 
 from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.attention.placement import Placement
 from fastdecode_rdma.config import StepCode
-from fastdecode_rdma.engine.cache import CacheLedger
 from fastdecode_rdma.engine.decode import DecodeRunner, build_batch
 from fastdecode_rdma.engine.outputs import accept_token
 from fastdecode_rdma.engine.prefill import PrefillItem, PrefillJob
-from fastdecode_rdma.engine.state import LiveSequence, Request
+from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, Request
 from fastdecode_rdma.errors import (
     CacheFullError,
     FastDecodeError,
     StepError,
-    TransportTimeout,
     WorkerLostError,
 )
 from fastdecode_rdma.models import DecoderModel
@@ -37,18 +36,6 @@ DECODE_TABLE = 0
 STALL_POLL_S = 0.02
 """How long an engine that can do nothing (other engines hold the workers' memory) waits between
 looks."""
-
-
-@dataclass(slots=True)
-class EngineOptions:
-    """max_num_batched_tokens: prompt tokens (times all layers) prefilled between two decode steps.
-    """
-
-    max_model_len: int
-    max_rows: int
-    max_num_batched_tokens: int
-    deterministic: bool
-    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -81,13 +68,13 @@ class Engine:
         self,
         model: DecoderModel,
         backend: AttentionBackend,
-        ledger: CacheLedger,
+        placement: Placement,
         scheduler: Scheduler,
         options: EngineOptions,
     ) -> None:
         self.model = model
         self.backend = backend
-        self.ledger = ledger
+        self.placement = placement
         self.scheduler = scheduler
         self.options = options
         self.counters = EngineCounters()
@@ -140,7 +127,7 @@ class Engine:
     def _free(self, sequences: list[LiveSequence]) -> None:
         per_worker: dict[int, list[int]] = {}
         for seq in sequences:
-            self.ledger.release(seq.handle)
+            self.placement.release(seq.handle)
             if seq.worker >= 0:
                 per_worker.setdefault(seq.worker, []).append(seq.handle)
         for worker, handles in per_worker.items():
@@ -167,16 +154,16 @@ class Engine:
         started = time.perf_counter()
         try:
             worked = self._step_once()
-        except (WorkerLostError, StepError, TransportTimeout) as error:
+        except (WorkerLostError, StepError) as error:
             self._recover(error)
             worked = True
         self.counters.step_s += time.perf_counter() - started
         return worked
 
     def _step_once(self) -> bool:
-        if not self.ledger.has_workers():
+        if not self.placement.has_workers():
             raise WorkerLostError("(all)", "no attention worker is left")
-        plan = self.scheduler.schedule(self.ledger)
+        plan = self.scheduler.schedule(self.placement)
         for handle in plan.preempted:
             self._preempt(self._live[handle])
         self._gangs.extend(plan.prefill)
@@ -258,7 +245,7 @@ class Engine:
             self._gangs.pop(0)
             tokens += len(ids)
             for seq in gang:
-                seq.worker = self.ledger.worker_of(seq.handle)
+                seq.worker = self.placement.worker_of(seq.handle)
             items.append(PrefillItem(tuple(seq.handle for seq in gang), gang[0].worker, ids))
             members.extend(gang)
         if not items:
@@ -339,22 +326,16 @@ class Engine:
             [seq.request.seed for seq in sequences],
             [len(seq.output_ids) for seq in sequences],
             [seq.sample_index for seq in sequences],
+            eos_ids=self.options.eos_token_ids,
         )
         events: dict[Request, list[TokenEvent]] = {}
         finished: list[LiveSequence] = []
+        overflown: list[LiveSequence] = []
         for row, seq in enumerate(sequences):
             if not sampled.finite[row]:
-                if seq.handle in self._live:
-                    self._fail_request(seq.request, _non_finite(seq, "logits"))
+                overflown.append(seq)
                 continue
-            event = accept_token(
-                seq,
-                sampled.token_ids[row],
-                None if sampled.logprobs is None else sampled.logprobs[row],
-                None if sampled.top_logprobs is None else sampled.top_logprobs[row],
-                self.options.max_model_len,
-            )
-            seq.job.num_tokens = seq.num_tokens
+            event = accept_token(seq, sampled, row, self.options)
             self.counters.tokens += 1
             events.setdefault(seq.request, []).append(event)
             if event.finish_reason is not None:
@@ -363,6 +344,9 @@ class Engine:
         self._drop(finished)
         for request, batch in events.items():
             request.deliver(batch)
+        for seq in overflown:
+            if seq.handle in self._live:  # a sibling may have failed the request already
+                self._fail_request(seq.request, _non_finite(seq, "logits"))
 
     # -- failures
 
@@ -372,32 +356,30 @@ class Engine:
         if isinstance(error, StepError):
             self._recover_step(error)
             return
-        if isinstance(error, TransportTimeout):
-            raise error
         assert isinstance(error, WorkerLostError)
         self.counters.recoveries += 1
         worker = error.worker_index
         if worker is None:
             raise error
-        self.ledger.lose_worker(worker)
+        self.placement.lose_worker(worker)
         if self._prefill is not None and any(s.worker == worker for s in self._prefill.members):
             self._abort_prefill()
         self._gangs = [gang for gang in self._gangs if not self._lost_gang(gang, worker)]
         for seq in list(self._live.values()):
             if seq.worker == worker:
                 self.scheduler.requeue(seq.handle)
-                self.ledger.release(seq.handle)
+                self.placement.release(seq.handle)
                 seq.lose_cache()
 
     def _lost_gang(self, gang: tuple[int, ...], lost: int) -> bool:
         """Whether an admitted but unstarted gang was placed on the lost worker; queues it again if
         so."""
         here = [handle for handle in gang if handle in self._live]
-        if not here or self.ledger.worker_of(here[0]) != lost:
+        if not here or self.placement.worker_of(here[0]) != lost:
             return False
         for handle in here:
             self.scheduler.requeue(handle)
-            self.ledger.release(handle)
+            self.placement.release(handle)
         return True
 
     def _recover_step(self, error: StepError) -> None:

@@ -15,6 +15,9 @@ from fastdecode_rdma.config import ENTRY_DTYPE
 from fastdecode_rdma.engine.state import LiveSequence
 from fastdecode_rdma.models import DecoderModel
 
+MAX_ROWS_PER_SEQUENCE = 64
+"""A window group's ring has room for this many new tokens beside those that its rows still see."""
+
 
 @dataclass(slots=True)
 class DecodeBatch:
@@ -45,7 +48,7 @@ def build_batch(sequences: Sequence[LiveSequence], max_rows: int) -> DecodeBatch
     counts, token_ids, positions, last_rows = [], [], [], []
     per_worker: dict[int, list[tuple[int, int, int, int]]] = {}
     for seq in chosen:
-        count = min(seq.num_tokens - seq.kv_len, 1 + spare)
+        count = min(seq.num_tokens - seq.kv_len, 1 + spare, MAX_ROWS_PER_SEQUENCE)
         spare -= count - 1
         counts.append(count)
         token_ids.extend(seq.pending_ids(count))

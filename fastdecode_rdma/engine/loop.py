@@ -102,7 +102,7 @@ class EngineLoop:
                 return not closing
 
     def _step(self) -> None:
-        if self.engine.ledger.has_workers():
+        if self.engine.placement.has_workers():
             self._no_worker_since = None
             self.engine.step()
             return

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
-from fastdecode_rdma.engine.state import LiveSequence
+from fastdecode_rdma.engine.state import EngineOptions, LiveSequence
+from fastdecode_rdma.sampling import SampledTokens
 from fastdecode_rdma.sequence import Logprob, TokenEvent
 
 
 def accept_token(
-    seq: LiveSequence,
-    token_id: int,
-    logprob: float | None,
-    top_logprobs: dict[int, Logprob] | None,
-    max_model_len: int,
+    seq: LiveSequence, sampled: SampledTokens, row: int, options: EngineOptions
 ) -> TokenEvent:
-    """Appends a token to the sequence and returns its event; `finish_reason` is set when it was the last.
+    """Appends the token of `row` to the sequence and returns its event.
 
-    Stop rules in vLLM's order: end-of-sequence ids, stop_token_ids, stop strings, length.
+    `finish_reason` is set when it was the last. Stop rules in vLLM's order: end-of-sequence ids,
+    stop_token_ids, stop strings, length.
     """
     request, params = seq.request, seq.request.params
+    token_id = sampled.token_ids[row]
     seq.output_ids.append(token_id)
-    num_output = len(seq.output_ids)
+    seq.job.num_tokens = seq.num_tokens
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    may_stop = num_output >= params.min_tokens
+    if len(seq.output_ids) >= params.min_tokens:
+        if token_id in options.eos_token_ids and not params.ignore_eos:
+            finish_reason = "stop"
+        elif token_id in params.stop_token_ids:
+            finish_reason, stop_reason = "stop", token_id
     text = ""
-    if may_stop and not params.ignore_eos and token_id in request.eos_token_ids:
-        finish_reason = "stop"
-    elif may_stop and token_id in params.stop_token_ids:
-        finish_reason, stop_reason = "stop", token_id
     if seq.detokenizer is not None:
-        # the token that stopped us is no text, unless the caller wants special tokens shown
         text = seq.detokenizer.push(token_id, is_stop_token=finish_reason is not None)
         if finish_reason is None and seq.detokenizer.stop_string is not None:
             finish_reason, stop_reason = "stop", seq.detokenizer.stop_string
     if finish_reason is None and (
-        num_output >= request.max_tokens or seq.num_tokens >= max_model_len
+        len(seq.output_ids) >= request.max_tokens or seq.num_tokens >= options.max_model_len
     ):
         finish_reason = "length"
     if finish_reason is not None and seq.detokenizer is not None:
         text += seq.detokenizer.flush()
+        if finish_reason == "length" and seq.detokenizer.stop_string is not None:
+            finish_reason, stop_reason = "stop", seq.detokenizer.stop_string
     return TokenEvent(
         request_index=request.index,
         sample_index=seq.sample_index,
         token_id=token_id,
         text=text,
-        logprob=logprob,
-        top_logprobs=top_logprobs,
+        logprob=None if sampled.logprobs is None else sampled.logprobs[row],
+        top_logprobs=_top_logprobs(sampled, row, options),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
     )
+
+
+def _top_logprobs(
+    sampled: SampledTokens, row: int, options: EngineOptions
+) -> dict[int, Logprob] | None:
+    """The row's top log-probabilities with the text of each token."""
+    top = None if sampled.top_logprobs is None else sampled.top_logprobs[row]
+    if top is not None and options.decode_token is not None:
+        for token_id, logprob in top.items():
+            logprob.decoded_token = options.decode_token(token_id)
+    return top

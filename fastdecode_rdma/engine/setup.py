@@ -14,15 +14,21 @@ from typing import Any
 
 import torch
 
-from fastdecode_rdma.attention import connect_workers
-from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.attention.backend import AttentionBackend, WorkerInfo, WorkerLink
+from fastdecode_rdma.attention.local import LocalWorker
+from fastdecode_rdma.attention.placement import Placement
+from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker
 from fastdecode_rdma.config import AttentionGeometry, dtype_name
-from fastdecode_rdma.engine.cache import CacheLedger
-from fastdecode_rdma.engine.core import Engine, EngineOptions
-from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.engine.core import Engine
+from fastdecode_rdma.engine.state import EngineOptions
+from fastdecode_rdma.errors import ConfigError, FastDecodeError
 from fastdecode_rdma.models import DecoderModel, ModelConfig, load_model
 from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.scheduler import make_scheduler
+from fastdecode_rdma.tokenizer import Tokenizer
+from fastdecode_rdma.wire.token_file import find_token
+from fastdecode_rdma.worker.kvcache import MemoryBudget
+from fastdecode_rdma.worker.limits import default_memory
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +36,10 @@ REPLAY_ROWS = 64
 """Rows a step has at least, so that a recovered sequence replays many generated tokens per step."""
 MAX_WORKER_WAIT_S = 10.0
 """How long the engine waits for a worker to come back when it has none left."""
+
+SLAB_BYTES = 64 << 20
+SLAB_SHARE = 64
+"""A worker hands memory to its KV groups in slabs of at most SLAB_BYTES or 1/SLAB_SHARE of it all."""
 
 RENAMED = {
     "model": "path",
@@ -106,22 +116,35 @@ class EngineParts:
     engine: Engine
     backend: AttentionBackend
     ops: CpuOps
-    max_num_seqs: int
-    worker_wait_s: float
-    closed: bool = False
+    options: GeneratorOptions
     notes: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def worker_wait_s(self) -> float:
+        """How long the engine waits for a worker when it has none left."""
+        return min(self.options.timeout_s, MAX_WORKER_WAIT_S)
 
     def reconnect(self) -> bool:
-        """Tries to bring lost workers back; True if one came."""
-        back = self.backend.reconnect_lost()
-        for worker in back:
-            self.engine.ledger.restore_worker(worker, self.backend.info(worker).capacity_bytes)
-        return bool(back)
+        """Tries once to open a session on each address again; True if one answered."""
+        back = False
+        for address in self.options.workers or ():
+            try:
+                link = _connect(address, self.options, self.backend.geometry)
+            except FastDecodeError as error:
+                logger.info("worker %s is not back: %s", address, error)
+                continue
+            self.backend.add_worker(link)
+            self.engine.placement.add_worker(usable_bytes(self.backend.geometry, link.info))
+            back = True
+        return back
 
     def stats(self) -> dict[str, Any]:
         """Counters of engine and workers; times in seconds."""
         engine, counters = self.engine, self.engine.counters
-        attention_s = self.backend.attention_s()
+        workers = self.backend.stats()
+        # workers attend at the same time: the busiest one is what the engine waited for
+        attention_s = max((worker["kernel_ns"] for worker in workers), default=0) / 1e9
         exchange_s = engine.runner.exchange_s
         return {
             "steps": counters.steps,
@@ -144,7 +167,7 @@ class EngineParts:
                 for (n, k, dtype), choice in self.ops.gemm_choices.items()
             },
             "isa": self.ops.isa,
-            "workers": self.backend.stats(),
+            "workers": workers,
             "notes": list(self.notes),
         }
 
@@ -182,7 +205,9 @@ def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
     )
 
 
-def build_engine(directory: Path, options: GeneratorOptions) -> EngineParts:
+def build_engine(
+    directory: Path, options: GeneratorOptions, tokenizer: Tokenizer | None
+) -> EngineParts:
     """Loads the model of `directory` and connects its workers.
 
     Raises:
@@ -203,38 +228,71 @@ def build_engine(directory: Path, options: GeneratorOptions) -> EngineParts:
         max_rows=max(options.max_num_seqs, REPLAY_ROWS),
         max_model_len=max_model_len,
     )
-    backend = connect_workers(
-        options.workers, geometry, token_file=options.token_file, timeout_s=options.timeout_s,
-        num_threads=torch.get_num_threads(),
-    )  # fmt: skip
+    links = _open_workers(options, geometry)
+    backend = AttentionBackend(links, geometry, timeout_s=options.timeout_s)
     try:
-        return _assemble(model, ops, backend, geometry, options)
+        return _assemble(model, ops, backend, options, tokenizer)
     except BaseException:
         backend.close()
         raise
+
+
+def usable_bytes(geometry: AttentionGeometry, info: WorkerInfo) -> int:
+    """What of a worker's memory sequences can count on.
+
+    KV groups cannot share a slab, so with several of them each may leave one partly used.
+    """
+    num_groups = len(geometry.groups)
+    if num_groups == 1:
+        return info.capacity_bytes
+    return info.capacity_bytes - num_groups * min(SLAB_BYTES, info.capacity_bytes // SLAB_SHARE)
+
+
+def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> list[WorkerLink]:
+    """Opens a session on every worker, or embeds one."""
+    if options.workers is None:
+        budget = MemoryBudget(default_memory().value)
+        return [LocalWorker(geometry, budget, num_threads=torch.get_num_threads())]
+    links: list[WorkerLink] = []
+    try:
+        for address in options.workers:
+            links.append(_connect(address, options, geometry))
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+    return links
+
+
+def _connect(
+    address: str, options: GeneratorOptions, geometry: AttentionGeometry
+) -> RemoteWorker:
+    token = find_token(options.token_file)
+    timeout_s = min(options.timeout_s, CONNECT_TIMEOUT_S)
+    return RemoteWorker.connect(address, geometry, token=token, timeout_s=timeout_s)
 
 
 def _assemble(
     model: DecoderModel,
     ops: CpuOps,
     backend: AttentionBackend,
-    geometry: AttentionGeometry,
     options: GeneratorOptions,
+    tokenizer: Tokenizer | None,
 ) -> EngineParts:
-    ledger = CacheLedger(geometry, [info.capacity_bytes for info in backend.infos()])
+    geometry = backend.geometry
+    infos = [backend.info(worker) for worker in range(backend.num_workers)]
+    placement = Placement(geometry, [usable_bytes(geometry, info) for info in infos])
     notes: list[str] = []
     max_model_len = geometry.max_model_len
-    longest = ledger.longest_sequence()
+    longest = placement.longest_sequence()
     if longest < max_model_len:
         if options.max_model_len is not None or longest < 2:
             raise ConfigError(
-                f"max_model_len={max_model_len} needs {ledger.bytes_for(max_model_len)} bytes of KV-cache "
-                f"on one worker and the largest has {ledger.largest_capacity()}; lower it to {longest} or "
-                "give a worker more --memory"
+                f"max_model_len={max_model_len} needs {placement.bytes_for(max_model_len)} bytes of "
+                f"KV-cache on one worker and the largest has {placement.largest_capacity()}; lower it "
+                f"to {longest} or give a worker more --memory"
             )
-        notes.append(
-            f"max_model_len lowered from {max_model_len} to {longest}: the workers' memory"
-        )
+        notes.append(f"max_model_len lowered from {max_model_len} to {longest}: workers' memory")
         logger.warning(notes[-1])
         max_model_len = longest
     scheduler = make_scheduler(
@@ -242,10 +300,11 @@ def _assemble(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
+    eos = frozenset(model.config.eos_token_ids)
     engine = Engine(
         model,
         backend,
-        ledger,
+        placement,
         scheduler,
         EngineOptions(
             max_model_len=max_model_len,
@@ -253,9 +312,8 @@ def _assemble(
             max_num_batched_tokens=options.max_num_batched_tokens,
             deterministic=options.deterministic,
             timeout_s=options.timeout_s,
+            eos_token_ids=eos if tokenizer is None else eos | set(tokenizer.eos_token_ids),
+            decode_token=None if tokenizer is None else tokenizer.token_text,
         ),
     )
-    return EngineParts(
-        model, engine, backend, ops, options.max_num_seqs,
-        min(options.timeout_s, MAX_WORKER_WAIT_S), notes=notes,
-    )  # fmt: skip
+    return EngineParts(model, engine, backend, ops, options, notes=notes)

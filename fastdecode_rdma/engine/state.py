@@ -7,10 +7,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode_rdma.detokenizer import IncrementalDetokenizer
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.scheduler.base import Job
 from fastdecode_rdma.sequence import SamplingParams, TokenEvent
-from fastdecode_rdma.tokenizer import IncrementalDetokenizer
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What all requests share.
+
+    max_rows: rows of one decode step. max_num_batched_tokens: prompt tokens (times all layers)
+    prefilled between two decode steps. eos_token_ids: any of them ends a sequence.
+    """
+
+    max_model_len: int
+    max_rows: int
+    max_num_batched_tokens: int
+    deterministic: bool
+    timeout_s: float
+    eos_token_ids: frozenset[int]
+    decode_token: Callable[[int], str] | None = None  # for the text of top log-probabilities
 
 
 @dataclass(slots=True, eq=False)
@@ -23,11 +40,11 @@ class Request:
     """
 
     index: int
+    text: str | None
     prompt_ids: np.ndarray  # int64 [L]
     params: SamplingParams
     seed: int
     max_tokens: int  # resolved: never more than the room left
-    eos_token_ids: frozenset[int]
     make_detokenizer: Callable[[], IncrementalDetokenizer | None]
     deliver: Callable[[list[TokenEvent]], None]
     fail: Callable[[int, FastDecodeError], None]

@@ -66,9 +66,9 @@ def load_model(
     specs = {spec for spec in config.ropes if spec is not None}
     with Checkpoint(directory, config, dtype=rounded) as checkpoint:
         plan = WeightPlan()
-        build(Loader(config, _PlanOps(), plan, dict.fromkeys(specs)))
+        build(Loader(config, _PlanOps(), plan, dict.fromkeys(specs), max_model_len))
         checkpoint.check(plan, embeddings=f"{build.embeddings}.weight")
         tables = {spec: rope_table(spec, max_model_len) for spec in specs}
-        model = build(Loader(config, ops, checkpoint, tables))
+        model = build(Loader(config, ops, checkpoint, tables, max_model_len))
         checkpoint.finish()
     return model

@@ -22,12 +22,13 @@ from fastdecode_rdma.reference import RopeTable
 
 @dataclass(frozen=True)
 class Loader:
-    """All that building a model needs: its config, the ops, the tensors, the rope tables."""
+    """All that building a model needs: its config, ops, tensors, rope tables, longest sequence."""
 
     config: ModelConfig
     ops: Ops
     weights: TensorSource
     rope_tables: Mapping[RopeSpec, RopeTable]
+    max_model_len: int
 
     def vector(self, name: str, length: int) -> Tensor:
         """Returns a norm weight or bias [length], a copy in fp32."""

@@ -53,11 +53,12 @@ class Model(DecoderModel):
         super().__init__(loader)
         config = self.config
         hidden, decoder = config.hidden_size, "model.decoder"
-        # Cut to whole positions, so that a step looks them up without adding the offset.
+        # Cut to the positions in use, so that a step looks them up without adding the offset.
         rows = loader.weights.take(
             f"{decoder}.embed_positions.weight", config.max_model_len + _POSITION_OFFSET, hidden
         )
-        self._positions = rows[_POSITION_OFFSET:].to(torch.float32, copy=True)
+        used = rows[_POSITION_OFFSET : _POSITION_OFFSET + loader.max_model_len]
+        self._positions = used.to(torch.float32, copy=True)
         self._norm = (
             _norm_vectors(loader, f"{decoder}.final_layer_norm") if config.final_norm else None
         )

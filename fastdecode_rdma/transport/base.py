@@ -19,7 +19,6 @@ frames belong to the caller and are no longer read when the call returns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +29,6 @@ from fastdecode_rdma.errors import (
     CacheFullError,
     ConfigError,
     ProtocolError,
-    StepError,
     TransportTimeout,
 )
 from fastdecode_rdma.wire.messages import SlotPlan
@@ -75,7 +73,7 @@ class Session(Protocol):
 
     def begin_step(self, table: int, step: int, entries: np.ndarray) -> None: ...
 
-    def free(self, handles: Sequence[int]) -> None: ...
+    def free(self, handles: np.ndarray) -> None: ...
 
     def fork(self, src: int, dst: int, length: int) -> None: ...
 
@@ -150,6 +148,11 @@ class FrameSizes:
         """The longest attention frame in either direction."""
         return self.max_rows * max(max(self.row_bytes), max(self.out_bytes) + 1)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What a worker allocates for the frames of a session, besides its KV-cache."""
+        return 2 * self.latency_bytes + self.max_bulk_bytes
+
 
 def plan_slots(geometry: AttentionGeometry) -> SlotPlan:
     """Returns the slots that an engine asks a worker for."""
@@ -188,8 +191,9 @@ def check_slots(geometry: AttentionGeometry, plan: SlotPlan) -> SlotPlan:
 
 def step_code(error: Exception) -> StepCode:
     """Returns the code that carries an error of a session over the wire."""
-    if isinstance(error, StepError):
-        return StepCode(error.code)
+    code = getattr(error, "code", None)  # StepError and the session's own refusals carry one
+    if isinstance(code, StepCode | int):
+        return StepCode(code)
     if isinstance(error, CacheFullError):
         return StepCode.CACHE_FULL
     if isinstance(error, ProtocolError):

@@ -9,7 +9,7 @@ from fastdecode_rdma.transport.serve import serve_cold
 
 
 class LoopbackTransport(Transport):
-    """Carries the same frames as a connection would, without one. The session stays the caller's."""
+    """Carries the same frames as a connection, without one. The session stays the caller's."""
 
     scheme = "loopback"
 

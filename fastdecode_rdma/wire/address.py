@@ -21,6 +21,10 @@ def parse_address(text: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not (address and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ConfigError(f"cannot read {text!r} as an address; expected HOST:PORT")
+    try:
+        host.encode("idna")  # what the resolver does first, and fails at with a plain ValueError
+    except UnicodeError as exc:
+        raise ConfigError(f"cannot read {text!r} as an address: {exc}") from exc
     if set(host) & set("/[] ,@?"):
         raise ConfigError(f"cannot read {text!r} as an address; expected HOST:PORT")
     return host, int(port)

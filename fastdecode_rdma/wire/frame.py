@@ -114,15 +114,15 @@ def pack_handles(handles: Sequence[int]) -> bytes:
     return np.asarray(handles, dtype="<u8").tobytes()
 
 
-def unpack_handles(data: bytes) -> list[int]:
-    """Returns the handles of FREE.
+def unpack_handles(data: bytes) -> np.ndarray:
+    """Returns the handles of FREE, uint64.
 
     Raises:
         RemoteProtocolError: it is no whole number of them.
     """
     if len(data) % _U64.size:
         raise RemoteProtocolError(f"{len(data)} bytes are no list of handles")
-    return np.frombuffer(data, dtype="<u8").tolist()
+    return np.frombuffer(data, dtype="<u8")
 
 
 def pack_fork(src: int, dst: int, length: int) -> bytes:

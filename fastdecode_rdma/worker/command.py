@@ -27,8 +27,10 @@ GOMP_SPIN_COUNT = 2000
 """Rounds that an idle thread of the team spins before it sleeps, some 30 to 100 us of `pause`.
 
 libgomp's default of 300,000 rounds is several milliseconds: on a machine shared with the engine the
-worker's idle threads would then burn the cores that the dense layers are computing on. None at all
-(OMP_WAIT_POLICY=passive) pays a wake-up at every region, also between the layers of one batch.
+worker's idle threads would then burn the cores that the dense layers are computing on. Measured with
+two threads on two cores that other work shares, 32 sequences of 256 tokens: 1.0 to 1.6 ms an attend
+with 0 or 2,000 rounds, 11 to 13 ms with 300,000. None at all (OMP_WAIT_POLICY=passive) pays a wake-up
+at every region, also between the layers of one batch.
 """
 
 
@@ -111,7 +113,8 @@ def make_server(args: argparse.Namespace) -> WorkerServer:
     """
     from fastdecode_rdma.wire.address import parse_address
     from fastdecode_rdma.worker import limits
-    from fastdecode_rdma.worker.machinery import kernel_facts, make_budget, real_machinery
+    from fastdecode_rdma.worker.kvcache import MemoryBudget
+    from fastdecode_rdma.worker.machinery import kernel_facts, real_machinery
     from fastdecode_rdma.worker.server import WorkerConfig, WorkerServer
 
     host, port = parse_address(args.listen)
@@ -140,7 +143,7 @@ def make_server(args: argparse.Namespace) -> WorkerServer:
         seg_tokens=facts.seg_tokens,
         token=token,
     )
-    return WorkerServer(config, make_budget(memory.value), real_machinery())
+    return WorkerServer(config, MemoryBudget(memory.value), real_machinery())
 
 
 def ready_line(server: WorkerServer) -> str:

@@ -8,6 +8,13 @@ from fastdecode_rdma.config import AttentionGeometry
 from fastdecode_rdma.transport.base import FrameSizes, check_slots
 from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.wire.messages import SlotPlan
+from fastdecode_rdma.worker.attention import (
+    BLOCK_TOKENS,
+    SEGMENT_TOKENS,
+    available_isas,
+    select_isa,
+)
+from fastdecode_rdma.worker.session import AttentionSession
 from fastdecode_rdma.worker.session_record import Machinery
 
 
@@ -21,7 +28,26 @@ class KernelFacts:
     seg_tokens: int
 
 
+def kernel_facts() -> KernelFacts:
+    """Returns what the kernel uses.
+
+    Raises:
+        ConfigError: FASTDECODE_ISA names an instruction set that this CPU cannot run.
+    """
+    return KernelFacts(select_isa(), available_isas(), BLOCK_TOKENS, SEGMENT_TOKENS)
+
+
 def buffer_bytes(geometry: AttentionGeometry, slots: SlotPlan) -> int:
     """Returns the bytes of a session's row buffers in the data plane (rows in, rows out, bulk)."""
     sizes = FrameSizes.of(geometry, bulk_bytes=slots.bulk_nbytes)
     return 2 * sizes.latency_bytes + sizes.max_bulk_bytes
+
+
+def real_machinery() -> Machinery:
+    """Returns the rooms that a worker process serves with."""
+    return Machinery(
+        open_session=AttentionSession,
+        open_data_plane=DataPlane,
+        check_slots=check_slots,
+        buffer_bytes=buffer_bytes,
+    )

@@ -1,4 +1,4 @@
-"""OPT against transformers: learned positions, LayerNorm before and after, with and without bias."""
+"""OPT against transformers: learned positions, LayerNorm before and after, biases or none."""
 
 from __future__ import annotations
 

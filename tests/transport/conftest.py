@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fastdecode_rdma.transport._pump import Pump
 
 from fastdecode_rdma.config import ENTRY_DTYPE, AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import CacheFullError, FastDecodeError
-from fastdecode_rdma.transport._pump import Pump
 from fastdecode_rdma.transport.base import FrameSizes
 from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.wire.messages import SlotPlan
@@ -246,9 +246,7 @@ class Rig:
         for layer in range(self.geometry.num_layers):
             expected = self.fill(sum(rows), layer, table=table, seed=step)
             self.pump.exchange(table, layer)
-            np.testing.assert_array_equal(
-                self.received(sum(rows), layer, table=table), expected
-            )
+            np.testing.assert_array_equal(self.received(sum(rows), layer, table=table), expected)
 
     def close(self) -> None:
         self.pump.close()

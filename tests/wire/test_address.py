@@ -27,7 +27,7 @@ def test_addresses(text, expected):
 
 @pytest.mark.parametrize(
     "text", ["", "tcp://", "host:", "host:x", "host:65536", "host:-1", "host:¹", "a b:1", "h/x:1",
-             "rdma://host:1", "host:1?option=2"]
+             "rdma://host:1", "a..b:1", "x" * 64 + ":1", "host:1?option=2"]
 )  # fmt: skip
 def test_what_is_no_address(text):
     with pytest.raises(ConfigError, match="address"):

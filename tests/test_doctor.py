@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from fastdecode_rdma import __version__, cli, doctor
+
+
+@pytest.fixture
+def make_root(tmp_path):
+    def make(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return make
+
+
+def test_it_tells_what_will_be_used_here(capsys):
+    assert cli.main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    for word in (__version__, "torch", "kernel", "memlock", "NUMA", "RDMA", "use: attention"):
+        assert word in output
+    assert "use: transport     tcp" in output
+
+
+def test_json_has_the_same_facts(capsys, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", "baseline")
+    assert cli.main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kernel"]["isa"] == facts["kernel"]["forced"] == "baseline"
+    assert "baseline" in facts["kernel"]["available"]
+    assert facts["python"]["fastdecode_rdma"] == __version__
+    assert 1 <= facts["threads"]["default"] <= len(os.sched_getaffinity(0))
+    assert facts["used"]["attention"].startswith("baseline kernel")
+
+
+def test_an_isa_that_cannot_run_is_reported_not_raised(capsys, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", "mmx")
+    assert cli.main(["doctor"]) == 0
+    assert "FASTDECODE_ISA='mmx'" in capsys.readouterr().out
+
+
+def test_without_torch_it_works_and_says_who_needs_it(tmp_path):
+    code = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, Hidden())
+from fastdecode_rdma.cli import main
+sys.exit(main(["doctor"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "missing (No module named 'torch'; fine for a worker" in done.stdout
+    assert "use: dense layers  none: torch is missing" in done.stdout
+
+
+def test_a_missing_kernel_is_reported_not_raised(monkeypatch):
+    def missing(name):
+        raise ImportError("compiled kernels not found: run `pip install -e .`")
+
+    monkeypatch.setattr(doctor, "import_module", missing)
+    facts = doctor.find_kernel()
+    assert facts["isa"] is None and "pip install" in facts["note"]
+    facts = doctor.find_all()  # torch is missing by the same trick
+    assert "pip install -e ." in doctor.format_lines(facts)
+    assert facts["used"]["attention"] == "none: the compiled kernel is missing"
+
+
+def test_a_machine_with_everything(make_root):
+    root = make_root(
+        {
+            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+            "proc/meminfo": "MemAvailable: 1048576 kB\nHugePages_Total:      12\n",
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "536870912\n",
+            "sys/fs/cgroup/memory.current": "0\n",
+            "sys/fs/cgroup/cpu.max": "150000 100000\n",
+            "sys/devices/system/node/node0/cpulist": "0-3\n",
+            "sys/devices/system/node/node1/cpulist": "4-7\n",
+            "sys/class/infiniband/mlx5_0/node_type": "1: CA\n",
+            "dev/infiniband/uverbs0": "",
+        }
+    )
+    assert doctor.find_huge_pages(root) == {"transparent": "madvise", "reserved": 12, "used": True}
+    assert doctor.find_numa(root) == {"node0": "0-3", "node1": "4-7"}
+    assert doctor.find_verbs(root) == {"devices": ["mlx5_0"], "openable": True}
+    assert doctor.find_threads(root)["cgroup_cpus"] == 1.5
+    memory = doctor.find_memory(root)
+    assert memory["cgroup_limit"] == memory["cgroup_left"] == 1 << 29
+    assert memory["default"] == int(0.8 * (1 << 29))
+
+
+def test_a_machine_with_nothing(tmp_path):
+    assert doctor.find_huge_pages(tmp_path) == {"transparent": None, "reserved": 0, "used": False}
+    assert doctor.find_numa(tmp_path) == {}
+    assert doctor.find_verbs(tmp_path) == {"devices": [], "openable": False}
+    assert doctor.find_memory(tmp_path)["default"] is None
+    assert doctor.find_threads(tmp_path)["default"] >= 1
+
+
+def test_an_unlimited_memlock_is_told_from_a_number(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8192, resource.RLIM_INFINITY))
+    assert doctor.find_memlock() == {"soft": 8192, "hard": None}

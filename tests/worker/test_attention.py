@@ -1,0 +1,379 @@
+"""The kernel against a float64 oracle, and what its bits may depend on."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, AttentionGeometry, KVGroup
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.worker import _attention
+from fastdecode_rdma.worker.attention import (
+    ISA_VARIABLE,
+    ISAS,
+    SEGMENT_TOKENS,
+    available_isas,
+    max_rows_per_entry,
+    select_isa,
+)
+from fastdecode_rdma.worker.kv_dtypes import KV_DTYPES
+from fastdecode_rdma.worker.session import AttentionSession, MemoryBudget
+
+UNIT = 2.0**-24  # unit roundoff of the arithmetic, fp32
+POOL = np.random.default_rng(5).standard_normal(1 << 21).astype(np.float32)
+BORDERS = (1, 63, 64, 65, 1023, 1024, 1025)
+
+
+def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Cheap random numbers: a slice of one pool."""
+    count = math.prod(shape)
+    start = (seed * 7919) % (len(POOL) - count)
+    return POOL[start : start + count].reshape(shape).copy()
+
+
+def one_layer(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv: str = "fp32",
+    wire: str = "fp32",
+    scale: float | None = None,
+) -> AttentionGeometry:
+    group = KVGroup((0,), heads, kv_heads, dim, window)
+    return AttentionGeometry(
+        groups=(group,),
+        scale=dim**-0.5 if scale is None else scale,
+        kv_dtype=kv,
+        wire_dtype=wire,
+        max_rows=2048,
+        max_model_len=1 << 16,
+        softcap=softcap,
+    )
+
+
+@dataclass
+class Work:
+    """One entry: K and V of all its tokens, queries of the last rows, all fp32."""
+
+    k: np.ndarray  # [n, Hkv, D]
+    v: np.ndarray  # [n, Hkv, D]
+    q: np.ndarray  # [rows, Hq, D]
+
+    @property
+    def before(self) -> int:
+        return len(self.k) - len(self.q)
+
+
+def make_work(geometry: AttentionGeometry, length: int, rows: int = 1, seed: int = 0) -> Work:
+    group = geometry.groups[0]
+    kv = (length, group.num_kv_heads, group.head_dim)
+    q = noise((rows, group.num_q_heads, group.head_dim), seed + 2)
+    return Work(noise(kv, seed), noise(kv, seed + 1), q)
+
+
+def attend(
+    geometry: AttentionGeometry,
+    works: Sequence[Work],
+    *,
+    isa: str | None = None,
+    threads: int = 2,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Uploads what comes before, then attends in one step: outputs [rows, Hq, D], status per work."""
+    wire = KV_DTYPES[geometry.wire_dtype]
+    with AttentionSession(geometry, MemoryBudget(1 << 30), threads, isa=isa) as session:
+        upload = np.array([(i, 0, w.before, ENTRY_UPLOAD) for i, w in enumerate(works)], ENTRY_DTYPE)
+        session.begin_step(2, 0, upload)
+        for i, work in enumerate(works):
+            if work.before:
+                k, v = wire.encode(work.k[: work.before]), wire.encode(work.v[: work.before])
+                session.store(2, 0, i, 0, k, v)
+        step = np.array([(i, w.before, len(w.q), 0) for i, w in enumerate(works)], ENTRY_DTYPE)
+        session.begin_step(0, 1, step)
+        rows = np.concatenate(
+            [
+                np.concatenate(
+                    [x.reshape(len(w.q), -1) for x in (w.q, w.k[w.before :], w.v[w.before :])], 1
+                )
+                for w in works
+            ]
+        )
+        rows = wire.encode(rows)
+        out = np.empty((len(rows), geometry.out_width(0)), wire.storage)
+        status = np.full(len(rows), 0xEE, np.uint8)
+        session.attend(0, 0, rows, out, status)
+    cuts = np.cumsum([len(w.q) for w in works])[:-1]
+    decoded = wire.decode(out).reshape(len(rows), -1, geometry.groups[0].head_dim)
+    return np.split(decoded, cuts), np.split(status, cuts)
+
+
+def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs in float64 from K/V as stored and q as sent, and the error allowed per (row, head).
+
+    The score's chain of D products errs by about sqrt(D) roundoffs of sum |q k|, its scaling and cap by a
+    few of itself; a weight by twice that plus the exponential's; the sum over n tokens by sqrt(n).
+    """
+    group, form = geometry.groups[0], KV_DTYPES[geometry.kv_dtype]
+    wire = KV_DTYPES[geometry.wire_dtype]
+
+    def sent(x: np.ndarray) -> np.ndarray:
+        return wire.decode(wire.encode(x))
+
+    k, v = (form.decode(form.encode(sent(x))).astype(np.float64) for x in (work.k, work.v))
+    q = sent(work.q).astype(np.float64) * geometry.scale
+    share = group.num_q_heads // group.num_kv_heads
+    out = np.empty(q.shape)
+    allowed = np.empty(q.shape[:2])
+    for row in range(len(q)):
+        last = work.before + row
+        first = 0 if group.window is None else max(0, last - group.window + 1)
+        for head in range(group.num_q_heads):
+            keys, values = k[first : last + 1, head // share], v[first : last + 1, head // share]
+            scores = keys @ q[row, head]
+            magnitude = (np.abs(keys) @ np.abs(q[row, head])).max()
+            score_error = UNIT * (math.sqrt(group.head_dim) + 4) * magnitude
+            if geometry.softcap is not None:
+                scores = geometry.softcap * np.tanh(scores / geometry.softcap)
+                score_error += 8 * UNIT * geometry.softcap
+            weights = np.exp(scores - scores.max())
+            out[row, head] = (weights / weights.sum()) @ values
+            spread = 2 * score_error + UNIT * (math.sqrt(len(keys)) + 8)
+            allowed[row, head] = np.abs(values).max() * spread
+            if geometry.wire_dtype != "fp32":
+                allowed[row, head] += np.abs(out[row, head]).max() * wire.unit_roundoff
+    return out, allowed
+
+
+def check(geometry: AttentionGeometry, works: Sequence[Work], *, isa: str | None = None) -> None:
+    outputs, statuses = attend(geometry, works, isa=isa)
+    for work, out, status in zip(works, outputs, statuses, strict=True):
+        expected, allowed = oracle(geometry, work)
+        error = np.abs(out - expected).max(axis=2)
+        assert (error <= allowed).all(), f"length {len(work.k)}: {(error / allowed).max()}"
+        assert not status.any()
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize("share", [1, 3, 4, 7])
+@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256])
+def test_every_shape_at_block_and_segment_borders(isa: str, kv: str, share: int, dim: int) -> None:
+    geometry = one_layer(2 * share, 2, dim, kv=kv)
+    check(geometry, [make_work(geometry, n, seed=n + dim) for n in BORDERS], isa=isa)
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_long_sequence_merges_segments(isa: str, kv: str) -> None:
+    geometry = one_layer(9, 3, 64, kv=kv)
+    check(geometry, [make_work(geometry, n, seed=n) for n in (3000, 8193)], isa=isa)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(71, 1, 64), (130, 1, 8), (5, 1, 1024)])
+def test_extreme_shapes(isa: str, heads: int, kv_heads: int, dim: int) -> None:
+    geometry = one_layer(heads, kv_heads, dim, kv="fp16")
+    check(geometry, [make_work(geometry, 200), make_work(geometry, 1100, seed=9)], isa=isa)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_wire_dtypes(isa: str, wire: str, kv: str) -> None:
+    geometry = one_layer(4, 2, 64, kv=kv, wire=wire)
+    check(geometry, [make_work(geometry, 77, rows=2), make_work(geometry, 5)], isa=isa)
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200, 1024, 1500])
+def test_window_sees_exactly_its_keys(isa: str, window: int) -> None:
+    geometry = one_layer(4, 1, 24, window=window, kv="fp16")
+    lengths = sorted({max(1, window - 1), window, window + 1, 2 * window, 2 * window + 64})
+    works = [make_work(geometry, n, seed=n) for n in lengths]
+    works += [make_work(geometry, n, rows=min(n, 7), seed=n + 3) for n in lengths]
+    check(geometry, works, isa=isa)
+
+
+def test_a_key_just_outside_the_window_has_no_influence(isa: str) -> None:
+    geometry = one_layer(1, 1, 8, window=10)
+    work = make_work(geometry, 40)
+    (before,), _ = attend(geometry, [work], isa=isa)
+    work.k[40 - 10 - 1] += 100.0
+    work.v[40 - 10 - 1] += 100.0
+    (outside,), _ = attend(geometry, [work], isa=isa)
+    work.v[40 - 10] += 100.0
+    (inside,), _ = attend(geometry, [work], isa=isa)
+    assert np.array_equal(before, outside)
+    assert not np.array_equal(before, inside)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 50.0])
+@pytest.mark.parametrize("loud", [1.0, 400.0])
+def test_softcap_also_far_above_the_cap(isa: str, softcap: float, loud: float) -> None:
+    geometry = one_layer(4, 2, 64, softcap=softcap)
+    works = [make_work(geometry, n, seed=n) for n in (1, 70, 1100)]
+    for work in works:
+        work.q *= loud
+    capped = [oracle(geometry, work)[0] for work in works]
+    plain = [oracle(one_layer(4, 2, 64), work)[0] for work in works]
+    assert not np.allclose(capped[1], plain[1], atol=1e-2) or loud * softcap == 50.0
+    outputs, _ = attend(geometry, works, isa=isa)
+    for work, out in zip(works, outputs, strict=True):
+        expected, allowed = oracle(geometry, work)
+        # scores of hundreds lose their low digits before the cap flattens them; the cap's slope is at most 1
+        assert (np.abs(out - expected).max(axis=2) <= allowed).all()
+
+
+@pytest.mark.parametrize("position", [0, 1500, 2999])
+def test_largest_score_in_first_middle_and_last_block(isa: str, position: int) -> None:
+    geometry = one_layer(3, 1, 64, kv="fp32")
+    work = make_work(geometry, 3000)
+    work.k[position] = 20.0 * work.q[0].sum(axis=0)
+    check(geometry, [work], isa=isa)
+    (out,), _ = attend(geometry, [work], isa=isa)
+    assert np.abs(out[0] - work.v[position]).max() < 1e-3  # its weight is all but one
+
+
+def test_exponential_is_accurate_to_fp32(isa: str) -> None:
+    """Two keys, scores x and 0, values 1 and 0: the output is e^x / (1 + e^x)."""
+    geometry = one_layer(1, 1, 8, scale=1.0)
+    xs = -np.geomspace(1e-6, 87.0, 400).astype(np.float32)
+    works = []
+    for x in xs:
+        k, v, q = (np.zeros(s, np.float32) for s in ((2, 1, 8), (2, 1, 8), (1, 1, 8)))
+        k[0, 0, 0], v[0], q[0, 0, 0] = x, 1.0, 1.0
+        works.append(Work(k, v, q))
+    outputs, _ = attend(geometry, works, isa=isa)
+    got = np.array([out[0, 0, 0] for out in outputs], np.float64)
+    exact = np.exp(xs.astype(np.float64)) / (1 + np.exp(xs.astype(np.float64)))
+    assert (np.abs(got - exact) / exact).max() < 8 * UNIT
+
+
+def test_weights_that_underflow_are_zero_not_garbage(isa: str) -> None:
+    geometry = one_layer(1, 1, 8, scale=1.0)
+    work = make_work(geometry, 130)
+    work.k[:] = 0.0
+    work.q[:] = 1.0
+    work.k[77] = 100.0  # score 800 against 0
+    (out,), (status,) = attend(geometry, [work], isa=isa)
+    assert np.array_equal(out[0, 0], work.v[77, 0])
+    assert not status.any()
+
+
+def mixed_works(geometry: AttentionGeometry) -> list[Work]:
+    shapes = [(1, 1), (70, 3), (1024, 1), (1030, 9), (2500, 1), (300, 60), (90, 1)]
+    return [make_work(geometry, n, rows=rows, seed=31 * n) for n, rows in shapes]
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+def test_bits_depend_on_neither_threads_nor_batch(isa: str, kv: str, window: int | None) -> None:
+    geometry = one_layer(6, 2, 64, kv=kv, window=window)
+    works = mixed_works(geometry)
+    reference, _ = attend(geometry, works, isa=isa, threads=1)
+    for threads in (2, 3):
+        outputs, _ = attend(geometry, works, isa=isa, threads=threads)
+        assert all(np.array_equal(a, b) for a, b in zip(reference, outputs, strict=True))
+    backwards, _ = attend(geometry, works[::-1], isa=isa)
+    assert all(np.array_equal(a, b) for a, b in zip(reference, backwards[::-1], strict=True))
+    for work, expected in zip(works, reference, strict=True):
+        (alone,), _ = attend(geometry, [work], isa=isa)
+        assert np.array_equal(alone, expected)
+
+
+@pytest.mark.parametrize("share", [1, 3, 4, 71])
+@pytest.mark.parametrize("window", [None, 3, 90, 1000])
+def test_bits_of_a_row_do_not_depend_on_its_neighbours(
+    isa: str, share: int, window: int | None
+) -> None:
+    """Replay: many rows at once give the bits of one row at a time, across segments and chunks of work."""
+    geometry = one_layer(share, 1, 24, kv="bf16", window=window)
+    rows = min(50, max_rows_per_entry(geometry))
+    work = make_work(geometry, SEGMENT_TOKENS + 20, rows=rows)
+    (together,), _ = attend(geometry, [work], isa=isa)
+    check(geometry, [work], isa=isa)
+    for row in range(0, rows, 7):
+        end = work.before + row + 1
+        alone = Work(work.k[:end], work.v[:end], work.q[row : row + 1])
+        (single,), _ = attend(geometry, [alone], isa=isa)
+        assert np.array_equal(single[0], together[row])
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_non_finite_is_flagged_on_the_offending_row_alone(
+    isa: str, what: str, value: float, kv: str
+) -> None:
+    geometry = one_layer(3, 1, 8, kv=kv)
+    works = [make_work(geometry, n, rows=3, seed=n) for n in (70, 1025, 90)]
+    clean, _ = attend(geometry, works, isa=isa)
+    getattr(works[1], what)[-2, 0, 3] = value  # second row of three
+    outputs, statuses = attend(geometry, works, isa=isa)
+    flags = [status.tolist() for status in statuses]
+    later = int(what != "q")  # the last row attends to the bad key or value
+    assert flags[0] == flags[2] == [0, 0, 0]
+    assert flags[1][:2] == [0, 1] and flags[1][2] <= later
+    if what == "v" or np.isnan(value):
+        assert flags[1][2] == later
+    for i in (0, 2):
+        assert np.array_equal(outputs[i], clean[i])
+    assert np.array_equal(outputs[1][0], clean[1][0])
+
+
+def test_overflow_of_the_kv_dtype_is_flagged(isa: str) -> None:
+    geometry = one_layer(1, 1, 8, kv="fp16")
+    works = [make_work(geometry, 3), make_work(geometry, 3, seed=5)]
+    works[0].k[-1, 0, 0] = 70000.0
+    _, statuses = attend(geometry, works, isa=isa)
+    assert [status.tolist() for status in statuses] == [[1], [0]]
+
+
+def test_isa_is_chosen_by_argument_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    assert select_isa() == available_isas()[0]
+    assert available_isas()[-1] == "baseline"
+    monkeypatch.setenv(ISA_VARIABLE, "baseline")
+    assert select_isa() == "baseline"
+    assert select_isa(available_isas()[0]) == available_isas()[0]
+    monkeypatch.setenv(ISA_VARIABLE, "avx1024")
+    with pytest.raises(ConfigError, match=r"FASTDECODE_ISA='avx1024'.*avx2.*baseline"):
+        select_isa()
+
+
+def test_isa_that_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastdecode_rdma.worker.attention.available_isas", lambda: ("baseline",))
+    with pytest.raises(ConfigError, match="cannot run"):
+        select_isa("avx2")
+
+
+def test_only_the_avx2_functions_hold_avx2_instructions() -> None:
+    """No SIGILL on older CPUs: everything else in the extension keeps to the baseline's registers."""
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        pytest.skip("no objdump (binutils) to disassemble the extension with")
+    listing = subprocess.run(
+        [objdump, "-d", "--no-show-raw-insn", _attention.__file__],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    guilty, function, seen = set(), "", set()
+    for line in listing.splitlines():
+        if line.endswith(">:"):
+            function = line.split("<")[1][:-2]
+            seen.add(function)
+        elif "%ymm" in line or "vfmadd" in line:
+            guilty.add(function)
+    if not any(name.startswith("fd_base_") for name in seen):
+        pytest.skip("the extension is stripped, or not for x86-64")
+    assert guilty and all(name.startswith("fd_avx2_") for name in guilty)
+    assert "avx2" in ISAS
