@@ -20,6 +20,7 @@ from fastdecode_rdma.transport.base import PortTimeout, step_code
 
 include "pump_decl.pxi"
 include "pump_sizes.pxi"
+include "pump_errors.pxi"
 include "pump_server.pxi"
 
 
@@ -160,7 +161,7 @@ cdef class Pump:
             rc = pump_begin(self.pump, number, table, step, <uint32_t>first_row, <uint32_t>rows,
                             view.buf, <uint32_t>(view.len // FD_ENTRY_BYTES))
         if rc:
-            self._raise(rc)
+            raise_failure(self.pump, self.names, rc)
 
     cdef _begin_local(self, int number, int table, uint32_t step, entries):
         """A refusal is kept for the first collect or wait, as a remote worker's would be."""
@@ -179,47 +180,24 @@ cdef class Pump:
             WorkerLostError, StepError, PortTimeout: they name the worker; the step is aborted.
             LocalProtocolError: no step is under way, or it was aborted.
         """
-        cdef int rc
-        cdef uint64_t start, before
-        self._enter(table)
-        with nogil:
-            start = now_ns()
-            before = pump_other_ns(self.pump)
-            rc = pump_submit(self.pump, table, layer)
-            if rc == PUMP_OK:
-                rc = pump_collect(self.pump, table, layer)
-            pump_account(self.pump, table, start, before)
-        self._leave()
-        if rc:
-            self._raise(rc)
+        self._layer(table, layer, 1, 1)
 
     def submit(self, int table, uint32_t layer):
         """The first half of `exchange`: sends, never waits. The rows must stay until `collect`."""
-        cdef int rc
-        cdef uint64_t start, before
-        self._enter(table)
-        with nogil:
-            start = now_ns()
-            before = pump_other_ns(self.pump)
-            rc = pump_submit(self.pump, table, layer)
-            pump_account(self.pump, table, start, before)
-        self._leave()
-        if rc:
-            self._raise(rc)
+        self._layer(table, layer, 1, 0)
 
     def collect(self, int table, uint32_t layer):
         """The second half of `exchange`: runs the worker of this process, waits for the others."""
+        self._layer(table, layer, 0, 1)
+
+    cdef _layer(self, int table, uint32_t layer, int submit, int collect):
         cdef int rc
-        cdef uint64_t start, before
         self._enter(table)
         with nogil:
-            start = now_ns()
-            before = pump_other_ns(self.pump)
-            rc = pump_collect(self.pump, table, layer)
-            pump_account(self.pump, table, start, before)
+            rc = pump_layer(self.pump, table, layer, submit, collect)
         self._leave()
         if rc:
-            self._raise(rc)
+            raise_failure(self.pump, self.names, rc)
 
     def wait_ready(self, int port, int table):
         """Waits until the worker has taken the step begun last.
@@ -238,7 +216,7 @@ cdef class Pump:
                 pump_abort(self.pump, table)
         self._leave()
         if rc:
-            self._raise(rc)
+            raise_failure(self.pump, self.names, rc)
 
     def store(self, int port, int table, uint32_t layer, uint32_t entry, uint64_t offset, size_t k,
               size_t v, uint64_t count):
@@ -257,7 +235,7 @@ cdef class Pump:
                 pump_abort(self.pump, table)
         self._leave()
         if rc:
-            self._raise(rc)
+            raise_failure(self.pump, self.names, rc)
 
     # -- cold frames --------------------------------------------------------------------------
 
@@ -294,7 +272,7 @@ cdef class Pump:
         finally:
             PyBuffer_Release(&view)
         if rc:
-            self._raise(rc)
+            raise_failure(self.pump, self.names, rc)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -375,23 +353,3 @@ cdef class Pump:
         self.busy = 0
         if self.closing:
             self._close_sockets()
-
-    cdef _raise(self, int rc):
-        cdef int number = self.pump.fail_port
-        if rc == PUMP_MISUSE:
-            raise LocalProtocolError(self.pump.fail_text.decode())
-        cdef fd_port *p = self.pump.ports[number]
-        name = self.names[number]
-        if rc == PUMP_TIMEOUT:
-            seconds = self.pump.timeout_ns / 1e9
-            raise PortTimeout(f"attention worker {name} did not answer within {seconds:g} s",
-                              worker_index=number)
-        if rc == PUMP_STEP:
-            code, text = p.error.code, p.error.text.decode(errors="replace")
-            p.error.set = 0
-            raise StepError(name, number, code, text or StepCode(code).name)
-        reason = p.conn.reason.decode(errors="replace")
-        lost = WorkerLostError(name, reason, worker_index=number)
-        if p.conn.lost == CONN_PROTOCOL:
-            raise lost from RemoteProtocolError(f"attention worker {name}: {reason}")
-        raise lost

@@ -32,12 +32,13 @@ static int fd_add_slab(fd_ctx *ctx, int32_t group_index, int64_t num_blocks) {
     int code = FD_E_INTERNAL;
     pthread_mutex_lock(&ctx->lock);
     fd_slab *slab = NULL;
-    if (ctx->closed || !fd_reserve(&group->slabs, &group->cap_slabs, group->num_slabs + 1, sizeof *group->slabs))
-        goto out;
+    if (ctx->closed) goto out;
+    if (!fd_reserve(&group->slabs, &group->cap_slabs, group->num_slabs + 1, sizeof *group->slabs)) goto out;
     slab = malloc(sizeof *slab + (size_t)num_blocks * sizeof(fd_block));
     if (!slab) goto out;
     slab->nbytes = (size_t)num_blocks * group->block_bytes;
-    slab->base = mmap(NULL, slab->nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    slab->base = mmap(NULL, slab->nbytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (slab->base == MAP_FAILED) {
         free(slab);
         code = FD_E_CACHE_FULL;
@@ -223,7 +224,8 @@ static int64_t fd_written(fd_ctx *ctx, int32_t slot) {
 
 /* Copies tokens [start, stop) of one group between the cache and `data`, [layer][K|V][kv head][token][D].
  * With `load` the data goes into the cache, whose blocks a step has just made private. */
-static int fd_copy_range(fd_ctx *ctx, int32_t slot, int32_t g, int64_t start, int64_t stop, char *data, int32_t load) {
+static int fd_copy_range(fd_ctx *ctx, int32_t slot, int32_t g, int64_t start, int64_t stop, char *data,
+                         int32_t load) {
     int code = FD_E_SEQUENCE;
     pthread_mutex_lock(&ctx->lock);
     if (!fd_is_alive(ctx, slot) || g < 0 || g >= ctx->num_groups) goto out;
@@ -231,8 +233,8 @@ static int fd_copy_range(fd_ctx *ctx, int32_t slot, int32_t g, int64_t start, in
     fd_seq *seq = ctx->seqs[slot];
     fd_list *list = &seq->lists[g];
     code = FD_E_RANGE;
-    if (start < 0 || stop > seq->length || start > stop || (!load && start < fd_floor(group, list, seq->length)))
-        goto out;
+    if (start < 0 || stop > seq->length || start > stop) goto out;
+    if (!load && start < stop && start < fd_floor(group, list, seq->length)) goto out;
     if (group->ring && stop - start > group->ring * FD_BLOCK) goto out;
     for (size_t piece = 0; piece < group->block_bytes; piece += group->head_bytes)
         for (int64_t token = start; token < stop;) {

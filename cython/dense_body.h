@@ -6,19 +6,17 @@
  * on the number of threads. That is what makes deterministic decoding possible without padding.
  */
 
-/* One tile: mr rows x 16 columns, k .. k+kc in ascending order, acc [mr][16] carried between calls. */
+/* One tile: mr rows x 16 columns over one block of k; its sum is added to acc [mr][16].
+ *
+ * Blocks of DENSE_KC terms are summed apart and then added up: the rounding error grows with
+ * sqrt(KC + K / KC) instead of sqrt(K). Measured on Gemma 3 270M (K up to 2048, activations in the
+ * thousands): a quarter of the error of one long sum. */
 static inline __attribute__((always_inline)) void DENSE(tile)(
     const int mr, const int weight_type, const float *restrict x, int64_t x_stride,
     const void *restrict panel, int64_t kc, float *restrict acc, int first)
 {
     v8f sum[DENSE_MR][2];
-    for (int m = 0; m < mr; m++) {
-        sum[m][0] = sum[m][1] = (v8f){0};
-        if (!first) {
-            sum[m][0] = *(const v8fu *)(acc + 16 * m);
-            sum[m][1] = *(const v8fu *)(acc + 16 * m + 8);
-        }
-    }
+    for (int m = 0; m < mr; m++) sum[m][0] = sum[m][1] = (v8f){0};
     for (int64_t k = 0; k < kc; k++) {
         v8f w0, w1;
         if (weight_type == DENSE_BF16) {
@@ -38,8 +36,13 @@ static inline __attribute__((always_inline)) void DENSE(tile)(
         }
     }
     for (int m = 0; m < mr; m++) {
-        *(v8fu *)(acc + 16 * m) = sum[m][0];
-        *(v8fu *)(acc + 16 * m + 8) = sum[m][1];
+        v8fu *total = (v8fu *)(acc + 16 * m);
+        if (!first) {
+            sum[m][0] += total[0];
+            sum[m][1] += total[1];
+        }
+        total[0] = sum[m][0];
+        total[1] = sum[m][1];
     }
 }
 
@@ -85,9 +88,8 @@ static void DENSE(panel)(const dense_gemm_job *job, int64_t index, int64_t m0, i
     int64_t rows = m1 - m0, num_tiles = (rows + DENSE_MR - 1) / DENSE_MR;
     int64_t element = job->weight_type == DENSE_BF16 ? 2 : 4;
     const char *panel = (const char *)job->packed + index * 16 * job->k * element;
-    int64_t step = rows <= DENSE_MR ? job->k : DENSE_KC;
-    for (int64_t k = 0; k < job->k; k += step) {
-        int64_t kc = job->k - k < step ? job->k - k : step;
+    for (int64_t k = 0; k < job->k; k += DENSE_KC) {
+        int64_t kc = job->k - k < DENSE_KC ? job->k - k : DENSE_KC;
         for (int64_t t = 0; t < num_tiles; t++) { /* rows dealt evenly: 32 rows are 6,6,5,5,5,5 */
             int64_t low = rows * t / num_tiles, high = rows * (t + 1) / num_tiles;
             DENSE(any_tile)((int)(high - low), job->weight_type, job->x + (m0 + low) * job->x_stride + k,

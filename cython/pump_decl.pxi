@@ -41,7 +41,6 @@ cdef extern from "pump_conn.h" nogil:
         uint64_t frames_sent, frames_received, bytes_sent, bytes_received, io_ns
     void conn_init(fd_conn *, int fd, uint64_t epoch, uint32_t latency, uint32_t bulk)
     int conn_fail(fd_conn *, int lost, const char *format, ...)
-    uint64_t now_ns()
 
 cdef extern from "pump_steps.h" nogil:
     int PUMP_MAX_PORTS, PORT_LOCAL, PORT_STREAM, GOAL_READY, STEP_ARMED, STEP_SENT, STEP_ABORTED
@@ -84,8 +83,7 @@ cdef extern from "pump_steps.h" nogil:
     int pump_begin(fd_pump *, int index, int table, uint32_t step, uint32_t first_row, uint32_t rows,
                    const void *entries, uint32_t num_entries)
     void pump_retire(fd_pump *, int index, int table)
-    int pump_submit(fd_pump *, int table, uint32_t layer)
-    int pump_collect(fd_pump *, int table, uint32_t layer)
+    int pump_layer(fd_pump *, int table, uint32_t layer, int submit, int collect)
     int pump_store(fd_pump *, int index, int table, uint32_t layer, uint32_t entry, uint64_t offset,
                    uint64_t count, const char *k, const char *v)
     int pump_cold(fd_pump *, int index, uint16_t kind, const void *payload, size_t nbytes, int wait_reply)
@@ -94,8 +92,6 @@ cdef extern from "pump_steps.h" nogil:
     void port_set_error(fd_port *, uint16_t table, uint32_t step, int32_t code, const char *text)
     int port_lost(fd_port *)
     int table_live(const port_table *)
-    uint64_t pump_other_ns(const fd_pump *)
     uint64_t pump_deadline(const fd_pump *, uint64_t nbytes)
-    void pump_account(fd_pump *, int table, uint64_t start_ns, uint64_t other_before)
     void port_doom(fd_port *, const char *reason)
     uint64_t entries_rows(const void *entries, uint32_t count)

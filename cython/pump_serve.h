@@ -3,7 +3,7 @@
  * worst that happens is that the connection ends with a reason.
  *
  * Frames are served one after the other, so one buffer per slot class holds the frame being served; those
- * the engine sent ahead wait in the socket. The slots agreed on bound how many that can be. */
+ * the engine sent ahead wait in the socket, which bounds them by itself should it ignore its credits. */
 #ifndef FASTDECODE_PUMP_SERVE_H
 #define FASTDECODE_PUMP_SERVE_H
 
@@ -80,10 +80,6 @@ static int server_header(fd_server *s) {
     fd_conn *c = &s->conn;
     const fd_frame *h = &c->head;
     if (!frame_from_engine(h->kind)) return conn_fail(c, CONN_PROTOCOL, "it sent a frame of kind %u", h->kind);
-    int class = frame_class(h->kind);
-    /* what we have told it is at least what it knows: more frames than slots means it ignores credits */
-    if (c->consumed[class] - c->reported[class] >= s->slots[class])
-        return conn_fail(c, CONN_PROTOCOL, "it sent more frames than there are slots");
     int rows = h->kind == FD_ATTEND || h->kind == FD_KV_ROWS;
     if (h->table >= FD_MAX_TABLES && (rows || h->kind == FD_BEGIN_STEP))
         return conn_fail(c, CONN_PROTOCOL, "it named table %u", h->table);

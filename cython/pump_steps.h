@@ -148,6 +148,15 @@ static void pump_account(fd_pump *pump, int table, uint64_t start_ns, uint64_t o
         if (pump->ports[i]->tables[table].rows) pump->ports[i]->pump_ns += (total - other) / (uint64_t)sharing;
 }
 
+/* One layer of a step: submit, collect, or both. */
+static int pump_layer(fd_pump *pump, int table, uint32_t layer, int submit, int collect) {
+    uint64_t start = now_ns(), other = pump_other_ns(pump);
+    int rc = submit ? pump_submit(pump, table, layer) : PUMP_OK;
+    if (rc == PUMP_OK && collect) rc = pump_collect(pump, table, layer);
+    pump_account(pump, table, start, other);
+    return rc;
+}
+
 static int pump_store(fd_pump *pump, int index, int table, uint32_t layer, uint32_t entry, uint64_t offset,
                       uint64_t count, const char *k, const char *v) {
     fd_port *port = pump->ports[index];

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fastdecode_rdma.sequence import Logprob, SamplingParams
 
-# The nucleus nearly always ends within the first guess; a wider search follows when it does not.
+# The nucleus nearly always ends among so many tokens; when it does not, the row is sorted.
 _NUCLEUS_GUESS = 512
-_WINDOW_GROWTH = 16
 
 _PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _PHILOX_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -189,78 +188,65 @@ def _draw_narrow(
     uniform: dict[int, float],
     token_ids: list[int],
 ) -> None:
-    """Draws from the top_k or the nucleus without sorting the vocabulary. Fills `token_ids`."""
+    """Draws from the top_k or the nucleus, mostly without sorting a row. Fills `token_ids`."""
     vocab_size = logits.shape[1]
-    mass = {  # of the whole row, where top_k leaves it whole
-        row: float(_weights(logits[row].numpy(), params[row].temperature).sum(dtype=np.float64))
-        for row in rows
-        if params[row].top_k <= 0
-    }
     # One more than top_k shows whether others equal the k-th value.
-    wanted = {
-        row: params[row].top_k + 1 if params[row].top_k > 0 else _NUCLEUS_GUESS for row in rows
+    width = {
+        row: min(params[row].top_k + 1 if params[row].top_k > 0 else _NUCLEUS_GUESS, vocab_size)
+        for row in rows
     }
-    pending = rows
-    while pending:
-        again: list[int] = []
-        for count in sorted({wanted[row] for row in pending}):
-            group = [row for row in pending if wanted[row] == count]
-            values, ids = torch.topk(logits[group], min(count, vocab_size), dim=-1)
-            for i, row in enumerate(group):
-                window = _Window(values[i].numpy(), ids[i].numpy(), vocab_size)
-                found = window.draw(params[row], uniform[row], mass.get(row))
-                if found is None:
-                    wanted[row] = count * _WINDOW_GROWTH
-                    again.append(row)
-                else:
-                    token_ids[row] = found
-        pending = again
+    for count in sorted(set(width.values())):
+        group = [row for row in rows if width[row] == count]
+        largest = torch.topk(logits[group], count, dim=-1).values.numpy()
+        for descending, row in zip(largest, group, strict=True):
+            values = logits[row].numpy()
+            mass = None
+            if params[row].top_k <= 0:
+                weights = _weights(values, params[row].temperature)
+                mass = float(weights.sum(dtype=np.float64))
+            index = _draw_sorted(descending, vocab_size, params[row], uniform[row], mass)
+            if index is None:
+                descending = np.sort(values)[::-1]
+                index = _draw_sorted(descending, vocab_size, params[row], uniform[row], mass)
+                assert index is not None  # a whole row is always enough
+            # Equal logits share their places in order of their ids.
+            place = index - int(np.searchsorted(-descending, -descending[index], side="left"))
+            token_ids[row] = int(np.flatnonzero(values == descending[index])[place])
 
 
-class _Window:
-    """The largest logits of one row, from the largest down, equal ones in id order.
+def _draw_sorted(
+    descending: np.ndarray,  # [C] fp32, the row's C largest logits
+    vocab_size: int,
+    params: SamplingParams,
+    uniform: float,
+    mass: float | None,
+) -> int | None:
+    """Draws a place among a row's sorted logits, or returns None if it takes more of them.
 
-    Those equal to the smallest may be incomplete (torch.topk keeps any among equals), so unless
-    the window holds the whole row they do not count as seen.
+    `mass` is the sum of exp((x - max) / temperature) over the row; without top_k it is needed.
     """
-
-    def __init__(self, values: np.ndarray, ids: np.ndarray, vocab_size: int) -> None:
-        order = np.lexsort((ids, -values))
-        self.values = values[order].astype(np.float64)
-        self.ids = ids[order]
-        self.is_whole = len(values) == vocab_size
-        self.num_seen = len(values) if self.is_whole else self._count_above(self.values[-1])
-
-    def _count_above(self, value: float) -> int:
-        return int(np.searchsorted(-self.values, -value, side="left"))
-
-    def _count_from(self, value: float) -> int:
-        return int(np.searchsorted(-self.values, -value, side="right"))
-
-    def draw(self, params: SamplingParams, uniform: float, mass: float | None) -> int | None:
-        """Returns a token id, or None when the filters reach beyond what was seen."""
-        weights = np.exp((self.values - self.values[0]) / params.temperature)
-        kept = len(weights)
-        if params.min_p > 0.0:
-            kept = int(np.searchsorted(-weights, -params.min_p, side="right"))
-        if 0 < params.top_k < len(weights):
-            kept = min(kept, self._count_from(self.values[params.top_k - 1]))
-        bounded = kept <= self.num_seen
-        if not bounded and (params.top_k > 0 or params.min_p > 0.0):
+    is_whole = len(descending) == vocab_size
+    values = descending.astype(np.float64)
+    weights = np.exp((values - values[0]) / params.temperature)
+    kept = len(weights)
+    if params.min_p > 0.0:
+        kept = int(np.searchsorted(-weights, -params.min_p, side="right"))
+    if 0 < params.top_k < len(values):
+        kth = values[params.top_k - 1]
+        kept = min(kept, int(np.searchsorted(-values, -kth, side="right")))
+    # Whatever lies below the last logit here is kept, too, if that one is.
+    is_cut = is_whole or kept < len(weights)
+    if not is_cut and (params.top_k > 0 or params.min_p > 0.0):
+        return None
+    cumulative = weights[:kept].cumsum()
+    if params.top_p < 1.0:
+        total = mass if mass is not None and params.min_p == 0.0 else cumulative[-1]
+        # A token stays while those above it hold less than top_p of the mass.
+        last = int(np.searchsorted(cumulative, params.top_p * total, side="left"))
+        if last >= kept and not is_cut:
             return None
-        cumulative = weights[: min(kept, self.num_seen)].cumsum()
-        if params.top_p < 1.0:
-            if not len(cumulative):
-                return None
-            total = cumulative[-1] if bounded or mass is None else mass
-            # A token stays while those above it hold less than top_p of the mass.
-            last = int(np.searchsorted(cumulative, params.top_p * total, side="left"))
-            if last >= len(cumulative):
-                if not bounded:
-                    return None
-                last = len(cumulative) - 1
-            cumulative = cumulative[: last + 1]
-        return int(self.ids[_pick(cumulative, uniform)])
+        cumulative = cumulative[: last + 1]
+    return _pick(cumulative, uniform)
 
 
 def _top_logprobs(row: Tensor, token_id: int, count: int) -> dict[int, Logprob]:  # row: [V]

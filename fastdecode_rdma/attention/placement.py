@@ -36,8 +36,8 @@ def kv_bytes(geometry: AttentionGeometry, num_tokens: int) -> int:
 def usable_bytes(geometry: AttentionGeometry, capacity_bytes: int) -> int:
     """Returns what may be planned with of a worker's memory.
 
-    Workers buy memory for each KV group in slabs; the free blocks of one group's last slab are of no
-    use to the others, and a plan that counts on them would be refused for ever.
+    Workers buy memory for each KV group in slabs; the free blocks of one group's last slab are of
+    no use to the others, and a plan that counts on them would be refused for ever.
     """
     if len(geometry.groups) == 1:
         return capacity_bytes

@@ -6,23 +6,16 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-from fastdecode_rdma.errors import (
-    ConfigError,
-    FastDecodeError,
-    TransportError,
-    WorkerError,
-)
+from fastdecode_rdma.errors import ConfigError, FastDecodeError, WorkerError
+from fastdecode_rdma.transport.address import parse_url
+from fastdecode_rdma.transport.tcp import BlockingConnection, dial
 from fastdecode_rdma.wire import messages as m
-from fastdecode_rdma.wire.address import format_address, parse_address
-from fastdecode_rdma.wire.connection import NEED_DATA, Connection
-from fastdecode_rdma.wire.messages import Role
+from fastdecode_rdma.wire.connection import Connection
 from fastdecode_rdma.wire.token_file import find_token
 
 TIMEOUT_S = 5.0
@@ -39,68 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-class _Client:
-    """Blocking control connection of one question; everything is over by the deadline."""
-
-    def __init__(self, host: str, port: int, token: bytes | None, timeout_s: float) -> None:
-        self._deadline_s = time.monotonic() + timeout_s
-        self._sock = socket.create_connection((host, port), timeout=timeout_s)
-        self._conn = Connection(Role.ENGINE, token=token, now_s=time.monotonic())
-
-    def greet(self) -> None:
-        """Goes through the handshake."""
-        self.send(self._conn.hello(os.urandom(m.NONCE_BYTES)))
-        self.receive(m.Hello)
-        self.send(self._conn.proof())
-        self.receive(m.Auth)
-
-    def send(self, message: m.Message) -> None:
-        for data in self._conn.send(message):
-            self._sock.sendall(data)
-
-    def receive(self, kind: type) -> Any:
-        """Returns the next message of a kind; heartbeats may come before it."""
-        while True:
-            event = self._conn.next_event()
-            if isinstance(event, kind):
-                return event
-            if isinstance(event, m.Error):
-                raise TransportError(event.text)
-            if isinstance(event, m.ConnectionClosed):
-                raise TransportError("it closed the connection: is that a fastdecode worker?")
-            if event is NEED_DATA:
-                self._sock.settimeout(max(0.001, self._deadline_s - time.monotonic()))
-                data = self._sock.recv(self._conn.bytes_needed())
-                self._conn.receive_data(data, now_s=time.monotonic())
-
-    def close(self) -> None:
-        self._sock.close()
-
-
 def read_status(address: str, token: bytes | None, *, timeout_s: float = TIMEOUT_S) -> m.Status:
     """Returns the figures of one worker.
 
     Raises:
+        ConfigError: that is no worker's address.
         WorkerError: it cannot be reached, refuses us, or answers nonsense; the message says what.
     """
-    host, port = parse_address(address)
-    name = format_address(host, port)
+    place = parse_url(address)
     try:
-        client = _Client(host or "127.0.0.1", port, token, timeout_s)
-    except OSError as exc:
-        raise WorkerError(name, f"cannot connect: {exc.strerror or exc}; is it running?") from exc
-    try:
-        client.greet()
-        client.send(m.StatusRequest())
-        status = client.receive(m.Status)
-        client.send(m.Bye())
-        return status
-    except TimeoutError as exc:
-        raise WorkerError(name, f"no answer within {timeout_s:g} s") from exc
-    except (FastDecodeError, OSError) as exc:
-        raise WorkerError(name, str(exc)) from exc
-    finally:
-        client.close()
+        sock = dial(place, timeout_s)
+        with sock:
+            conn = Connection(m.Role.ENGINE, token=token, now_s=time.monotonic())
+            link = BlockingConnection(sock, conn, peer=str(place), timeout_s=timeout_s)
+            link.send(conn.hello(os.urandom(m.NONCE_BYTES)))
+            link.receive(m.Hello)
+            link.send(conn.proof())
+            link.receive(m.Auth)
+            link.send(m.StatusRequest())
+            status = link.receive(m.Status)
+            link.send(m.Bye())
+            return status
+    except FastDecodeError as exc:
+        raise WorkerError(str(place), str(exc).removeprefix(f"{place}: ")) from exc
 
 
 @dataclass(frozen=True)
@@ -175,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     if not addresses:
         raise ConfigError("--workers names no worker")
     for address in addresses:
-        parse_address(address)  # a typing error is no unreachable worker
+        parse_url(address)  # a typing error is no unreachable worker
     reports = read_reports(addresses, find_token(args.token_file))
     print(format_json(reports) if args.json else format_table(reports))
     return 1 if any(report.error is not None for report in reports) else 0

@@ -100,6 +100,7 @@ class PrefillJob:
         self.items = sorted(items, key=lambda item: item.worker)  # workers own ranges of the table
         self.num_tokens = 0
         self.logits: Tensor | None = None
+        self.hidden: Tensor | None = None
         for item in self.items:
             item.first_row = self.num_tokens
             self.num_tokens += len(item.token_ids)
@@ -123,7 +124,7 @@ class PrefillJob:
         self._begin(step)
         token_ids = torch.from_numpy(np.concatenate([item.token_ids for item in self.items]))
         positions = torch.cat([torch.arange(len(item.token_ids)) for item in self.items])
-        hidden = self._embed(token_ids, positions)
+        hidden = self.hidden = self._embed(token_ids, positions)
         kv_width = max(group.num_kv_heads * group.head_dim for group in self._groups.values())
         keys, values = torch.empty(2, self.num_tokens * kv_width)
         cells = split_into_cells(self.items)

@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from fastdecode_rdma.attention.backend import AttentionBackend, WorkerInfo, WorkerLink
 from fastdecode_rdma.attention.local import LocalWorker
 from fastdecode_rdma.attention.placement import Placement
-from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker
+from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker, open_sessions
 from fastdecode_rdma.config import AttentionGeometry, dtype_name
 from fastdecode_rdma.engine.core import Engine
 from fastdecode_rdma.engine.state import EngineOptions
@@ -130,7 +130,7 @@ class EngineParts:
         back = False
         for address in self.options.workers or ():
             try:
-                link = _connect(address, self.options, self.backend.geometry)
+                (link,) = _connect([address], self.options, self.backend.geometry)
             except FastDecodeError as error:
                 logger.info("worker %s is not back: %s", address, error)
                 continue
@@ -215,8 +215,6 @@ def build_engine(
     """
     config = ModelConfig.from_hf(directory)
     max_model_len = options.max_model_len or config.max_model_len
-    ops = CpuOps(deterministic=options.deterministic)
-    model = load_model(directory, ops, max_model_len=max_model_len)
     kv_dtype = (
         config.dtype if options.kv_cache_dtype == "auto" else dtype_name(options.kv_cache_dtype)
     )
@@ -228,9 +226,12 @@ def build_engine(
         max_rows=max(options.max_num_seqs, REPLAY_ROWS),
         max_model_len=max_model_len,
     )
+    # workers first: a wrong address is told at once, not after the weights are loaded
     links = _open_workers(options, geometry)
     backend = AttentionBackend(links, geometry, timeout_s=options.timeout_s)
     try:
+        ops = CpuOps(deterministic=options.deterministic)
+        model = load_model(directory, ops, max_model_len=max_model_len)
         return _assemble(model, ops, backend, options, tokenizer)
     except BaseException:
         backend.close()
@@ -253,23 +254,15 @@ def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> lis
     if options.workers is None:
         budget = MemoryBudget(default_memory().value)
         return [LocalWorker(geometry, budget, num_threads=torch.get_num_threads())]
-    links: list[WorkerLink] = []
-    try:
-        for address in options.workers:
-            links.append(_connect(address, options, geometry))
-    except BaseException:
-        for link in links:
-            link.close()
-        raise
-    return links
+    return list(_connect(options.workers, options, geometry))
 
 
 def _connect(
-    address: str, options: GeneratorOptions, geometry: AttentionGeometry
-) -> RemoteWorker:
+    addresses: Sequence[str], options: GeneratorOptions, geometry: AttentionGeometry
+) -> list[RemoteWorker]:
     token = find_token(options.token_file)
     timeout_s = min(options.timeout_s, CONNECT_TIMEOUT_S)
-    return RemoteWorker.connect(address, geometry, token=token, timeout_s=timeout_s)
+    return open_sessions(addresses, geometry, token=token, timeout_s=timeout_s)
 
 
 def _assemble(

@@ -43,9 +43,15 @@ def convert_gguf(
     dtype = dtype_name(dtype)
     file = GGUFFile(source)
     architecture = architecture_of(file)
-    config = architecture.config(file)
-    names = _weight_names(file, architecture, config)
-    tokenizer, tokenizer_config = build_tokenizer(file)
+    try:
+        config = architecture.config(file)
+        names = _weight_names(file, architecture, config)
+        tokenizer, tokenizer_config = build_tokenizer(file)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError) as exc:
+        # Metadata of a wrong type: a list where a number belongs, say.
+        raise ConfigError(f"{source}: the metadata is malformed: {exc!r}") from exc
     if len(tokenizer["model"]["vocab"]) > config["vocab_size"]:
         raise ConfigError(
             f"{source}: {len(tokenizer['model']['vocab'])} tokens but only "
@@ -97,6 +103,10 @@ def _weight_names(
     missing += [n for n in ("model.embed_tokens.weight", "model.norm.weight") if n not in names]
     if missing:
         raise ConfigError(f"{file.path}: missing tensors: {', '.join(sorted(missing)[:8])}")
+    for name in names.values():
+        actual, expected = file.tensor(name).shape, architecture.shape(name, config)
+        if actual != expected:
+            raise ConfigError(f"{file.path}: {name} is {actual}, the metadata says {expected}")
     return names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastdecode_rdma.errors import ConfigError, WorkerError
 from fastdecode_rdma.hub.demo_models import DEMO_MODELS, demo_model_dir
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     model_dir = _model_dir(args.model, args.from_file)
     with ExitStack() as stack:
+        stack.enter_context(_unwinding_on_signals())
         if args.workers:
             workers = [address.strip() for address in args.workers.split(",")]
         else:
@@ -109,6 +112,21 @@ def _model_dir(model: str, from_files: Sequence[Path]) -> Path:
 
 def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _unwinding_on_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that the worker ends, too."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

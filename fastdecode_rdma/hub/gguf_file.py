@@ -105,7 +105,7 @@ class GGUFFile:
             with path.open("rb") as file:
                 view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._parse(_Cursor(view))
-        except (struct.error, ValueError, IndexError, UnicodeDecodeError, OverflowError) as exc:
+        except (struct.error, ValueError, TypeError, ArithmeticError) as exc:
             if isinstance(exc, ConfigError):
                 raise
             raise ConfigError(f"{path} is not a whole GGUF file: {exc}") from exc
@@ -134,6 +134,19 @@ class GGUFFile:
     def arch(self, key: str, default: Any = _MISSING) -> Any:
         """Returns a metadata key of this architecture: "block_count" reads "llama.block_count"."""
         return self.get(f"{self.architecture}.{key}", default)
+
+    def arch_count(self, key: str, default: int | None = None) -> int:
+        """Returns a metadata key of this architecture that counts something.
+
+        Raises:
+            ConfigError: it is absent without a default, or no positive integer.
+        """
+        value = self.arch(key) if default is None else self.arch(key, default)
+        if isinstance(value, list):
+            raise ConfigError(f"{self.path}: {key} that differs by layer is not supported")
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.path}: {key} must be a positive integer, got {value!r}")
+        return value
 
     def tensor(self, name: str) -> GGUFTensor:
         """Returns a tensor by name.

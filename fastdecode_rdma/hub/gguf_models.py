@@ -68,6 +68,27 @@ class Architecture:
             raise ConfigError(f"GGUF tensor {name!r} is not known for this architecture")
         return f"model.layers.{match[1]}.{self.layer_names[match[2]]}.{match[3]}"
 
+    def shape(self, name: str, config: dict[str, Any]) -> tuple[int, ...]:
+        """Returns the shape that a GGUF tensor of a model with this config.json must have."""
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        head_dim = config["head_dim"]
+        rows, columns = {
+            "token_embd": (config["vocab_size"], hidden),
+            "output": (config["vocab_size"], hidden),
+            "attn_q": (heads * head_dim, hidden),
+            "attn_k": (kv_heads * head_dim, hidden),
+            "attn_v": (kv_heads * head_dim, hidden),
+            "attn_output": (hidden, heads * head_dim),
+            "ffn_gate": (inner, hidden),
+            "ffn_up": (inner, hidden),
+            "ffn_down": (hidden, inner),
+            "attn_q_norm": (head_dim, 0),
+            "attn_k_norm": (head_dim, 0),
+        }.get(name.split(".")[-2], (hidden, 0))
+        is_matrix = columns and name.endswith(".weight")
+        return (rows, columns) if is_matrix else (rows,)
+
     def is_permuted(self, name: str) -> bool:
         """Tells whether the rows of this tensor are in interleaved rotary order."""
         return name.split(".")[-2] in self.permuted
@@ -105,28 +126,21 @@ def _common_config(file: GGUFFile) -> dict[str, Any]:
     for key in ("expert_count", "expert_used_count"):
         if file.arch(key, 0):
             raise ConfigError(f"{file.path}: mixture-of-experts models are not supported")
-    heads = file.arch("attention.head_count")
-    kv_heads = file.arch("attention.head_count_kv", heads)
-    if isinstance(heads, list) or isinstance(kv_heads, list):
-        raise ConfigError(f"{file.path}: head counts that differ by layer are not supported")
-    vocab_size, hidden_size = file.tensor("token_embd.weight").shape
-    if hidden_size != file.arch("embedding_length"):
-        raise ConfigError(
-            f"{file.path}: token_embd.weight is {hidden_size} wide, the metadata says "
-            f"{file.arch('embedding_length')}"
-        )
-    head_dim = file.arch("attention.key_length", hidden_size // heads)
-    if file.arch("attention.value_length", head_dim) != head_dim:
+    heads = file.arch_count("attention.head_count")
+    kv_heads = file.arch_count("attention.head_count_kv", heads)
+    hidden_size = file.arch_count("embedding_length")
+    head_dim = file.arch_count("attention.key_length", max(1, hidden_size // heads))
+    if file.arch_count("attention.value_length", head_dim) != head_dim:
         raise ConfigError(f"{file.path}: keys and values of different width are not supported")
     return {
-        "vocab_size": vocab_size,
+        "vocab_size": file.tensor("token_embd.weight").shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": file.arch("feed_forward_length"),
-        "num_hidden_layers": file.arch("block_count"),
+        "intermediate_size": file.arch_count("feed_forward_length"),
+        "num_hidden_layers": file.arch_count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": file.arch("context_length"),
+        "max_position_embeddings": file.arch_count("context_length"),
         "rms_norm_eps": file.arch("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -165,7 +179,7 @@ def _gemma3_config(file: GGUFFile) -> dict[str, Any]:
         model_type="gemma3_text",
         hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=wide if layers == _GEMMA3_27B_LAYERS else config["head_dim"],
-        sliding_window=file.arch("attention.sliding_window"),
+        sliding_window=file.arch_count("attention.sliding_window"),
         layer_types=["sliding_attention" if is_local else "full_attention" for is_local in local],
         rope_theta=file.arch("rope.freq_base", 1e6),
         rope_local_base_freq=file.arch("rope.freq_base_swa", _GEMMA3_LOCAL_ROPE_THETA),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -46,8 +47,24 @@ class Loader:
         rows = list(zip(names, out_features, strict=True))
         parts = [take(f"{name}.weight", num, in_features) for name, num in rows]
         biases = [take(f"{name}.bias", num) for name, num in rows] if bias else []
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.ops.pack(weight, torch.cat(biases) if biases else None)
+        return self.ops.pack(_stack(parts), _stack(biases) if biases else None)
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    """Returns the parts one after another along their first axis.
+
+    Not torch.cat: of the meta tensors of a plan, that imports sympy (1 to 6 s).
+    """
+    if len(parts) == 1:
+        return parts[0]
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    stacked = torch.empty(shape, dtype=dtype, device=parts[0].device)
+    start = 0
+    for part in parts:
+        stacked[start : start + len(part)].copy_(part)
+        start += len(part)
+    return stacked
 
 
 class Attention:

@@ -61,9 +61,12 @@ class _Reader:
         raw = self._body[self._offset : self._offset + nbytes]
         self._offset += nbytes
         try:
-            return raw.decode()
+            text = raw.decode()
         except UnicodeDecodeError as exc:
             raise RemoteProtocolError("a text that is not UTF-8") from exc
+        if not text.isprintable():  # it goes to logs and terminals, also from unproved peers
+            raise RemoteProtocolError("a text with control characters")
+        return text
 
     def end(self) -> None:
         if self._offset != len(self._body):
@@ -243,7 +246,8 @@ def _decode_status(reader: _Reader) -> m.Status:
 
 def _encode_error(msg: m.Error) -> bytes:
     # Cut, not refused: an error that cannot be sent because it explains too much helps nobody.
-    raw = msg.text.encode()[:MAX_ERROR_TEXT_BYTES].decode(errors="ignore").encode()
+    text = "".join(char if char.isprintable() else " " for char in msg.text)
+    raw = text.encode(errors="replace")[:MAX_ERROR_TEXT_BYTES].decode(errors="ignore").encode()
     return _ERROR.pack(msg.code) + _LENGTH.pack(len(raw)) + raw
 
 

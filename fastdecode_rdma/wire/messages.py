@@ -87,7 +87,7 @@ class SessionOpened:
 
     session_id: int
     epoch: int  # random, 64 bits; every frame of the data socket carries it
-    capacity_bytes: int  # for K/V: the worker's limit less the row buffers; sessions share it
+    capacity_bytes: int  # the worker's limit: K/V and row buffers of all its sessions
     num_threads: int
     isa: str
     block_tokens: int

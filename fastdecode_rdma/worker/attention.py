@@ -1,4 +1,4 @@
-"""The attention kernel as Python sees it: which instruction sets there are, and opening a C context."""
+"""The attention kernel as Python sees it: instruction sets, block shapes, opening a C context."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ GOMP_SPIN_COUNT = 2000
 """Rounds that an idle thread of the team spins before it sleeps, some 30 to 100 us of `pause`.
 
 libgomp's default of 300,000 rounds is several milliseconds: on a machine shared with the engine the
-worker's idle threads would then burn the cores that the dense layers are computing on. Measured with
-two threads on two cores that other work shares, 32 sequences of 256 tokens: 1.0 to 1.6 ms an attend
-with 0 or 2,000 rounds, 11 to 13 ms with 300,000. None at all (OMP_WAIT_POLICY=passive) pays a wake-up
-at every region, also between the layers of one batch.
+worker's idle threads would then burn the cores that the dense layers are computing on. Measured
+with two threads on two cores that other work shares, 32 sequences of 256 tokens: 1.0 to 1.6 ms an
+attend with 0 or 2,000 rounds, 11 to 13 ms with 300,000. None at all (OMP_WAIT_POLICY=passive) pays
+a wake-up at every region, also between the layers of one batch.
 """
 
 
@@ -172,9 +172,16 @@ def run(args: argparse.Namespace) -> int:
     """Serves until SIGTERM (returns 0) or SIGINT (returns 130)."""
     prepare_environment(os.environ)
     log = logging.getLogger("fastdecode_rdma")
-    log.addHandler(logging.StreamHandler())
+    handler = logging.StreamHandler()
+    log.addHandler(handler)
     log.setLevel(logging.INFO if args.verbose else logging.WARNING)
+    try:
+        return _serve(args)
+    finally:
+        log.removeHandler(handler)
 
+
+def _serve(args: argparse.Namespace) -> int:
     ready_file = None if args.ready_file is None else Path(args.ready_file)
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)  # an earlier worker's would send engines to its port
@@ -187,13 +194,16 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    line = ready_line(server)
-    if ready_file is not None:
-        _write_ready_file(ready_file, line)
-    print(line, flush=True)
-    server.serve_forever()
+    try:
+        line = ready_line(server)
+        if ready_file is not None:
+            _write_ready_file(ready_file, line)
+        print(line, flush=True)
+        server.serve_forever()
+    finally:
+        closed = server.close(CLOSE_TIMEOUT_S)
     code = exit_codes[0] if exit_codes else 0
-    if not server.close(CLOSE_TIMEOUT_S):
+    if not closed:
         # A thread is still in a kernel. Freeing memory under it would crash; the process's end does
         # not, and takes the memory along.
         sys.stdout.flush()

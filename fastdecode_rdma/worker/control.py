@@ -212,7 +212,7 @@ class SocketThread(threading.Thread):
             m.SessionOpened(
                 session_id=record.session_id,
                 epoch=record.epoch,
-                capacity_bytes=config.memory_bytes - record.buffer_bytes,
+                capacity_bytes=config.memory_bytes,
                 num_threads=config.num_threads,
                 isa=config.isa,
                 block_tokens=config.block_tokens,

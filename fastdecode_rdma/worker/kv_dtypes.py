@@ -14,8 +14,8 @@ from fastdecode_rdma.config import DTYPE_BYTES, dtype_name
 class KVDtype:
     """One stored form.
 
-    `code` is its number in cython/attention.h, `unit_roundoff` the largest relative error of rounding a
-    normal number, `storage` the numpy dtype of the raw elements.
+    `code` is its number in cython/attention.h, `unit_roundoff` the largest relative error of
+    rounding a normal number, `storage` the numpy dtype of the raw elements.
     """
 
     name: str

@@ -1,24 +1,17 @@
 """KV memory: the worker's budget, and one session's sequences, blocks and slabs.
 
-The blocks themselves, their reference counts and tables live in C (cython/attention_kv.h); this side
-maps handles to slots, buys slabs from the budget and words the errors.
+The blocks themselves, their reference counts and tables live in C (cython/attention_kv.h); this
+side maps handles to slots, buys slabs from the budget and words the errors.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode_rdma.config import (
-    ENTRY_DTYPE,
-    ENTRY_UPLOAD,
-    AttentionGeometry,
-    StepCode,
-)
+from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, AttentionGeometry, StepCode
 from fastdecode_rdma.errors import CacheFullError, FastDecodeError
 from fastdecode_rdma.worker.attention import (
     BLOCK_TOKENS,
@@ -27,25 +20,18 @@ from fastdecode_rdma.worker.attention import (
     open_context,
     ring_blocks,
 )
-from fastdecode_rdma.worker.kv_dtypes import kv_dtype
+from fastdecode_rdma.worker.kv_ranges import (
+    StepRefusedError,
+    pack_range,
+    parse_range,
+    token_bytes,
+)
 
 SLAB_BYTES = 64 << 20
 """What a pool buys at once: 32 huge pages, few mappings even for a terabyte."""
 
 SLAB_SHARE = 64
 """... but no more than this fraction of the budget, so that pools do not starve each other."""
-
-_RANGE_HEADER = struct.Struct("<4sIQQ")  # magic, geometry fingerprint, start, stop
-_RANGE_FIRST = struct.Struct("<Q")  # per group: first token that follows
-_RANGE_MAGIC = b"FDKV"
-
-
-class StepRefusedError(FastDecodeError):
-    """The session cannot do what was asked; nothing has changed. `code` goes over the wire."""
-
-    def __init__(self, code: StepCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class MemoryBudget:
@@ -70,7 +56,8 @@ class MemoryBudget:
             free = self.limit_bytes - self._used_bytes
             if nbytes > free:
                 raise CacheFullError(
-                    f"the KV-cache needs {nbytes} more bytes, {free} of {self.limit_bytes} are free",
+                    f"the KV-cache needs {nbytes} more bytes, {free} of {self.limit_bytes} are "
+                    "free",
                     needed_bytes=nbytes,
                     free_bytes=free,
                 )
@@ -250,7 +237,7 @@ class KVCache:
             needed -= count * nbytes
 
     def free(self, handles: np.ndarray) -> None:
-        """Frees sequences; handles that are unknown are skipped, a lost step may never have made them."""
+        """Frees sequences. Unknown handles are skipped: a lost step may never have made them."""
         for handle in np.asarray(handles, dtype=np.uint64).tolist():
             slot = self._slots.pop(handle, None)
             if slot is not None:
@@ -299,15 +286,15 @@ class KVCache:
                 StepCode.RANGE,
                 f"export of tokens {start} to {stop} of sequence {handle}, which has {written}",
             )
-        parts = [_RANGE_HEADER.pack(_RANGE_MAGIC, self._fingerprint(), start, stop)]
+        groups = []
         for group in range(len(self._block_bytes)):
             first = min(stop, self.context.export_start(slot, group, start))
-            data = np.empty((stop - first) * self._token_bytes(group), dtype=np.uint8)
+            data = np.empty((stop - first) * token_bytes(self._geometry, group), dtype=np.uint8)
             code = self.context.copy_range(slot, group, first, stop, data.ctypes.data, 0)
             if code != StepCode.OK:
                 raise StepRefusedError(StepCode(code), f"export of sequence {handle} failed")
-            parts += [_RANGE_FIRST.pack(first), data.tobytes()]
-        return b"".join(parts)
+            groups.append((first, data))
+        return pack_range(self._geometry, start, stop, groups)
 
     def import_range(self, handle: int, start: int, data: bytes) -> None:
         """Writes what export_range() gave at its tokens; the sequence then ends with them.
@@ -316,62 +303,23 @@ class KVCache:
             CacheFullError: the budget has no room.
             StepRefusedError: the data is damaged, of another geometry or start, or leaves a gap.
         """
-        stop, pieces = self._parse_range(start, data)
-        entry = np.array([(handle, start, stop - start, ENTRY_UPLOAD)], dtype=ENTRY_DTYPE)
+        tokens = parse_range(self._geometry, start, data)
+        entry = np.array([(handle, start, tokens.stop - start, ENTRY_UPLOAD)], dtype=ENTRY_DTYPE)
         known = self._slots.get(handle)
         if start and known is not None and self.context.written(known) < start:
             raise StepRefusedError(
                 StepCode.RANGE, f"import at token {start} leaves a gap in sequence {handle}"
             )
         self.begin_step(-1, 0, entry)
-        for group, (first, raw) in enumerate(pieces):
+        for group, (first, raw) in enumerate(tokens.groups):
             code = self.context.copy_range(
-                self._slots[handle], group, first, stop, raw.ctypes.data, 1
+                self._slots[handle], group, first, tokens.stop, raw.ctypes.data, 1
             )
             if code != StepCode.OK:
                 raise StepRefusedError(StepCode(code), f"import into sequence {handle} failed")
 
-    def _parse_range(self, start: int, data: bytes) -> tuple[int, list[tuple[int, np.ndarray]]]:
-        def refuse(why: str) -> StepRefusedError:
-            return StepRefusedError(StepCode.PROTOCOL, f"import of {len(data)} bytes: {why}")
-
-        if len(data) < _RANGE_HEADER.size:
-            raise refuse("too short")
-        magic, fingerprint, data_start, stop = _RANGE_HEADER.unpack_from(data)
-        if magic != _RANGE_MAGIC:
-            raise refuse("this is no exported range")
-        if fingerprint != self._fingerprint():
-            raise refuse("it was exported under another model geometry or KV dtype")
-        if data_start != start or not start <= stop <= self._geometry.max_model_len:
-            raise refuse(f"it holds tokens {data_start} to {stop}, asked for {start} on")
-        at, pieces = _RANGE_HEADER.size, []
-        for index, group in enumerate(self._geometry.groups):
-            if len(data) < at + _RANGE_FIRST.size:
-                raise refuse("too short")
-            (first,) = _RANGE_FIRST.unpack_from(data, at)
-            at += _RANGE_FIRST.size
-            if not start <= first <= stop or (first > start and group.window is None):
-                raise refuse(f"KV group {index} begins at token {first}")
-            nbytes = (stop - first) * self._token_bytes(index)
-            if len(data) < at + nbytes or stop - first > (
-                ring_blocks(group) * BLOCK_TOKENS if group.window is not None else stop
-            ):
-                raise refuse(f"KV group {index} has the wrong length")
-            pieces.append((first, np.frombuffer(data, dtype=np.uint8, count=nbytes, offset=at)))
-            at += nbytes
-        if at != len(data):
-            raise refuse(f"{len(data) - at} bytes too many")
-        return stop, pieces
-
-    def _token_bytes(self, group: int) -> int:
-        return self._block_bytes[group] // BLOCK_TOKENS
-
-    def _fingerprint(self) -> int:
-        shape = (self._geometry.groups, kv_dtype(self._geometry.kv_dtype).name, BLOCK_TOKENS)
-        return zlib.crc32(repr(shape).encode())
-
     def close(self) -> None:
-        """Frees all memory and gives it back to the budget. Idempotent; waits for a running attend."""
+        """Frees all memory and returns it to the budget. Idempotent; waits for a running attend."""
         if self._closed:
             return
         self._closed = True

@@ -39,8 +39,7 @@ def kernel_facts() -> KernelFacts:
 
 def buffer_bytes(geometry: AttentionGeometry, slots: SlotPlan) -> int:
     """Returns the bytes of a session's row buffers in the data plane (rows in, rows out, bulk)."""
-    sizes = FrameSizes.of(geometry, bulk_bytes=slots.bulk_nbytes)
-    return 2 * sizes.latency_bytes + sizes.max_bulk_bytes
+    return FrameSizes.of(geometry, bulk_bytes=slots.bulk_nbytes).buffer_bytes
 
 
 def real_machinery() -> Machinery:

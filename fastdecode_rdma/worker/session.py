@@ -1,4 +1,4 @@
-"""One engine's attention session on a worker: KV-cache, step tables and kernel. Pure: no sockets, no torch."""
+"""One engine's attention session: KV-cache, step tables and kernel. No sockets, no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from fastdecode_rdma.config import AttentionGeometry, StepCode
 from fastdecode_rdma.errors import CacheFullError, FastDecodeError
 from fastdecode_rdma.worker.attention import select_isa
-from fastdecode_rdma.worker.kvcache import KVCache, MemoryBudget, StepRefusedError
+from fastdecode_rdma.worker.kv_ranges import StepRefusedError
+from fastdecode_rdma.worker.kvcache import KVCache, MemoryBudget
 
 __all__ = [
     "AttentionSession",
@@ -25,7 +26,7 @@ __all__ = [
 class NativeEntry:
     """Addresses of fd_attend_fn and fd_store_fn (cython/entry.h) and of their context.
 
-    Calls without the GIL; after the session is closed they return FD_E_TABLE. `owner` keeps the context
+    Calls need no GIL; after the session is closed they return FD_E_TABLE. `owner` keeps the context
     alive: hold the NativeEntry for as long as the addresses are in use.
     """
 
@@ -82,14 +83,14 @@ class AttentionSession:
     def begin_step(self, table: int, step: int, entries: np.ndarray) -> None:
         """Replaces a step table and makes room for its rows; `entries` has dtype ENTRY_DTYPE.
 
-        Lengths may be shorter than before: the tokens behind are dropped. All or nothing; when it raises,
-        the old table is still armed.
+        Lengths may be shorter than before: the tokens behind are dropped. All or nothing; when it
+        raises, the old table is still armed.
 
         Raises:
             CacheFullError: no room for the new blocks.
             StepRefusedError: an entry cannot be; it is named, with a code.
         """
-        if not 0 <= table:
+        if table < 0:
             raise StepRefusedError(StepCode.TABLE, f"no step table {table}")
         self._cache.begin_step(table, step, entries)
 
@@ -139,7 +140,7 @@ class AttentionSession:
         self._cache.free(handles)
 
     def fork(self, src: int, dst: int, length: int) -> None:
-        """Makes the new sequence `dst` share the first `length` tokens of `src`, copied when written.
+        """Makes a new sequence `dst` share the first `length` tokens of `src`, copied when written.
 
         Tables that name `src` must be armed again before they write.
 
@@ -164,7 +165,8 @@ class AttentionSession:
         )
 
     def stats(self) -> dict[str, object]:
-        """Returns kv_bytes_used, blocks per KV group, sequences, attend calls and nanoseconds in them."""
+        """Returns kv_bytes_used, blocks_used and blocks_free (per KV group), sequences, attends and
+        kernel_ns, the time inside them."""
         usage = self._cache.usage()
         attends, kernel_ns = self._context.counters()
         return {

@@ -258,6 +258,16 @@ def test_every_tensor_is_taken_exactly_once(checkpoint):
         assert weights.finish() == len(names)
 
 
+def test_fused_parts_of_two_dtypes_lose_nothing(checkpoint):
+    path = checkpoint()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    half = load_file(path / SINGLE)[name].to(torch.bfloat16)
+    rewrite(path, **{name: half.float()})
+    expected = load(path)
+    rewrite(path, **{name: half})
+    assert torch.equal(load(path), expected)
+
+
 def test_a_plan_reads_nothing_and_refuses_doubles():
     plan = WeightPlan()
     assert plan.take("a", 2, 3).is_meta and plan.shapes == {"a": (2, 3)}

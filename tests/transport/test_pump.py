@@ -70,6 +70,22 @@ def test_two_tables_overlap(make_rig):
         np.testing.assert_array_equal(rig.received(5, layer, table=1), second)
 
 
+def test_engine_and_worker_that_both_send_do_not_wait_for_each_other(make_rig, new_geometry):
+    """The worker cannot get its first reply out before it takes the second request in."""
+    rig = make_rig(new_geometry(max_rows=4096))
+    rig.add_stream()
+    rig.begin(1, [4096], table=0)
+    rig.begin(2, [4096], table=1)
+    first = rig.fill(4096, 0, table=0)
+    second = rig.fill(4096, 0, table=1)
+    rig.pump.submit(0, 0)
+    rig.pump.submit(1, 0)
+    rig.pump.collect(0, 0)
+    np.testing.assert_array_equal(rig.received(4096, 0, table=0), first)
+    rig.pump.collect(1, 0)
+    np.testing.assert_array_equal(rig.received(4096, 0, table=1), second)
+
+
 def test_status_bytes_land_at_their_rows(make_rig):
     rig = make_rig()
     rig.add_stream()

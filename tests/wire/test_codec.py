@@ -185,6 +185,14 @@ def test_what_cannot_be_encoded_is_a_local_error(message):
         codec.encode(message)
 
 
+def test_texts_bring_no_control_characters():
+    code, body = codec.encode(m.Error(ErrorCode.INTERNAL, "two\nlines\x1b[2J \ud800"))
+    assert codec.decode(code, body).text == "two lines [2J  "
+    code, body = codec.encode(m.Hello(Role.ENGINE, bytes(32), "0.1\n0"))
+    with pytest.raises(RemoteProtocolError, match="control characters"):
+        codec.decode(code, body)
+
+
 def test_long_error_texts_are_cut_between_characters():
     code, body = codec.encode(m.Error(ErrorCode.INTERNAL, "ü" * 1000))
     text = codec.decode(code, body).text

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fastdecode_rdma.transport._pump import FrameServer, Pump
 
 from fastdecode_rdma.config import ENTRY_DTYPE, AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import RemoteProtocolError
-from fastdecode_rdma.transport._pump import FrameServer, Pump
 from fastdecode_rdma.transport.base import FrameSizes
 from fastdecode_rdma.wire import frame as f
 from fastdecode_rdma.wire.frame import Frame, FrameKind

@@ -87,10 +87,12 @@ def attend(
     isa: str | None = None,
     threads: int = 2,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Uploads what comes before, then attends in one step: outputs [rows, Hq, D], status per work."""
+    """Uploads what comes before, attends in one step: outputs [rows, Hq, D] and status per work."""
     wire = KV_DTYPES[geometry.wire_dtype]
     with AttentionSession(geometry, MemoryBudget(1 << 30), threads, isa=isa) as session:
-        upload = np.array([(i, 0, w.before, ENTRY_UPLOAD) for i, w in enumerate(works)], ENTRY_DTYPE)
+        upload = np.array(
+            [(i, 0, w.before, ENTRY_UPLOAD) for i, w in enumerate(works)], ENTRY_DTYPE
+        )
         session.begin_step(2, 0, upload)
         for i, work in enumerate(works):
             if work.before:
@@ -118,8 +120,9 @@ def attend(
 def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndarray]:
     """Outputs in float64 from K/V as stored and q as sent, and the error allowed per (row, head).
 
-    The score's chain of D products errs by about sqrt(D) roundoffs of sum |q k|, its scaling and cap by a
-    few of itself; a weight by twice that plus the exponential's; the sum over n tokens by sqrt(n).
+    The score's chain of D products errs by about sqrt(D) roundoffs of sum |q k|, its scaling and
+    cap by a few of itself; a weight by twice that plus the exponential's; the sum over n tokens by
+    sqrt(n).
     """
     group, form = geometry.groups[0], KV_DTYPES[geometry.kv_dtype]
     wire = KV_DTYPES[geometry.wire_dtype]
@@ -222,14 +225,10 @@ def test_softcap_also_far_above_the_cap(isa: str, softcap: float, loud: float) -
     works = [make_work(geometry, n, seed=n) for n in (1, 70, 1100)]
     for work in works:
         work.q *= loud
-    capped = [oracle(geometry, work)[0] for work in works]
-    plain = [oracle(one_layer(4, 2, 64), work)[0] for work in works]
-    assert not np.allclose(capped[1], plain[1], atol=1e-2) or loud * softcap == 50.0
-    outputs, _ = attend(geometry, works, isa=isa)
-    for work, out in zip(works, outputs, strict=True):
-        expected, allowed = oracle(geometry, work)
-        # scores of hundreds lose their low digits before the cap flattens them; the cap's slope is at most 1
-        assert (np.abs(out - expected).max(axis=2) <= allowed).all()
+    if loud > 1:  # the cap must matter, else this test says nothing
+        capped, plain = (oracle(g, works[1])[0] for g in (geometry, one_layer(4, 2, 64)))
+        assert np.abs(capped - plain).max() > 0.1
+    check(geometry, works, isa=isa)
 
 
 @pytest.mark.parametrize("position", [0, 1500, 2999])
@@ -294,7 +293,7 @@ def test_bits_depend_on_neither_threads_nor_batch(isa: str, kv: str, window: int
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(
     isa: str, share: int, window: int | None
 ) -> None:
-    """Replay: many rows at once give the bits of one row at a time, across segments and chunks of work."""
+    """Replay: many rows at once give the bits of one at a time, across segments and work units."""
     geometry = one_layer(share, 1, 24, kv="bf16", window=window)
     rows = min(50, max_rows_per_entry(geometry))
     work = make_work(geometry, SEGMENT_TOKENS + 20, rows=rows)
@@ -356,7 +355,7 @@ def test_isa_that_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_only_the_avx2_functions_hold_avx2_instructions() -> None:
-    """No SIGILL on older CPUs: everything else in the extension keeps to the baseline's registers."""
+    """No SIGILL on older CPUs: all else in the extension keeps to the baseline's registers."""
     objdump = shutil.which("objdump")
     if objdump is None:
         pytest.skip("no objdump (binutils) to disassemble the extension with")

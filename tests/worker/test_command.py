@@ -221,6 +221,31 @@ def test_engines_share_a_worker_and_one_that_is_killed_leaves_its_memory(
     start_engine(worker)
 
 
+def test_an_engine_killed_while_the_kernel_works_for_it(start_worker, spawn):
+    busy = ENGINE.replace(
+        "    time.sleep(0.1)\n",
+        """
+    sent = globals().get("sent", 0) + 1
+    rows = bytes(200 * geometry.row_width(0) * 4)
+    attend = Frame(FrameKind.ATTEND, 0, opened.epoch, sent, step=1, rows=200, nbytes=len(rows))
+    data.sock.sendall(attend.encode() + rows)
+    left = 64 + 200 * (geometry.out_width(0) * 4 + 1)
+    while left:
+        left -= len(data.sock.recv(left))
+""",
+    )
+    worker = start_worker()
+    for delay_s in (0.05, 0.11, 0.17):
+        engine = spawn(["-c", busy, worker.address])
+        assert engine.stdout.readline() == "holding\n", engine.stderr.read()
+        before = worker.status().num_messages
+        time.sleep(delay_s)
+        assert engine.poll() is None, engine.stderr.read()
+        assert worker.status().num_messages > before
+        engine.kill()
+        worker.wait_for_memory(0, timeout_s=1.0)
+
+
 def test_an_engine_that_is_frozen_is_given_up(start_worker, start_engine):
     worker = start_worker()
     engine = start_engine(worker)
@@ -347,6 +372,7 @@ sys.exit(code)
 def test_bad_arguments_are_one_clear_line(options, words, capsys, monkeypatch):
     monkeypatch.delenv("FASTDECODE_TOKEN_FILE", raising=False)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(command, "prepare_environment", lambda environ: None)
     assert cli.main(["worker", *options]) == 2
     captured = capsys.readouterr()
     assert words in captured.err
@@ -356,6 +382,7 @@ def test_bad_arguments_are_one_clear_line(options, words, capsys, monkeypatch):
 
 def test_an_unknown_isa_is_one_clear_line(capsys, monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", "mmx")
+    monkeypatch.setattr(command, "prepare_environment", lambda environ: None)
     assert cli.main(["worker", "--listen", "127.0.0.1:0"]) == 2
     assert "FASTDECODE_ISA='mmx'" in capsys.readouterr().err
 

