@@ -7,7 +7,7 @@ from pathlib import Path
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-HEADERS = sorted(str(path) for path in Path("cython").glob("*.h"))
+HEADERS = sorted(str(path) for path in Path("cython").iterdir() if path.suffix in (".h", ".pxi"))
 
 
 def extension(package: str, stem: str) -> Extension:

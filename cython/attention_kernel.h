@@ -53,8 +53,9 @@ FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *
             r[t] = ISA(sums)(acc[0][0], acc[1][0], acc[2][0], acc[3][0]);
             r[t + 1] = ISA(sums)(acc[0][1], acc[1][1], acc[2][1], acc[3][1]);
         }
-        v4f ab = __builtin_shuffle(r[0], r[1], (v4i){0, 4, 1, 5}), cd = __builtin_shuffle(r[2], r[3], (v4i){0, 4, 1, 5});
-        v4f ef = __builtin_shuffle(r[0], r[1], (v4i){2, 6, 3, 7}), gh = __builtin_shuffle(r[2], r[3], (v4i){2, 6, 3, 7});
+        const v4i low = {0, 4, 1, 5}, high = {2, 6, 3, 7}; /* from heads of a token to tokens of a head */
+        v4f ab = __builtin_shuffle(r[0], r[1], low), cd = __builtin_shuffle(r[2], r[3], low);
+        v4f ef = __builtin_shuffle(r[0], r[1], high), gh = __builtin_shuffle(r[2], r[3], high);
         r[0] = __builtin_shuffle(ab, cd, (v4i){0, 1, 4, 5});
         r[1] = __builtin_shuffle(ab, cd, (v4i){2, 3, 6, 7});
         r[2] = __builtin_shuffle(ef, gh, (v4i){0, 1, 4, 5});
@@ -117,7 +118,8 @@ FD_INLINE void ISA(add_tile)(int H, int dtype, const float *weights, const char 
 FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; } /* 5 = 3 + 2, never 4 + 1 */
 
 /* K pass: scores of all vectors over the union of their spans, block by block. */
-FD_INLINE void ISA(score_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *q, float *scores) {
+FD_INLINE void ISA(score_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *q,
+                               float *scores) {
     const int dim = view->group->head_dim, end = spans[n - 1].hi;
     const size_t row = view->group->row_bytes;
     for (int b = spans[0].lo / FD_BLOCK * FD_BLOCK; b < end; b += FD_BLOCK) {
@@ -146,7 +148,8 @@ FD_INLINE void ISA(score_pass)(const ISA(view) *view, int dtype, int n, const IS
 }
 
 /* V pass. Vectors of a tile share the tokens that all of them see; the ragged ends go one by one, in order. */
-FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *weights, float *acc) {
+FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *weights,
+                               float *acc) {
     const int dim = view->group->head_dim, end = spans[n - 1].hi;
     const size_t row = view->group->row_bytes;
     memset(acc, 0, (size_t)n * dim * sizeof *acc);
@@ -160,13 +163,15 @@ FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const IS
             const float *w = weights + i * FD_SCORES + b;
             int first = (int)fd_max(0, s[h - 1].lo - b), last = (int)fd_min(FD_BLOCK, s[0].hi - b);
             if (last < first) last = first;
-            for (int j = 0; j < h && s[j].lo < s[h - 1].lo; j++)
-                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, (int)fd_max(0, s[j].lo - b),
-                              (int)fd_min(fd_min(first, FD_BLOCK), s[j].hi - b), ahead, 0, acc + (i + j) * dim, dim);
+            for (int j = 0; j < h && s[j].lo < s[h - 1].lo; j++) {
+                int from = (int)fd_max(0, s[j].lo - b), to = (int)fd_min(fd_min(first, FD_BLOCK), s[j].hi - b);
+                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, from, to, v, 0, acc + (i + j) * dim, dim);
+            }
             ISA(add_tile)(h, dtype, w, v, row, first, last, ahead, ahead_rows, acc + i * dim, dim);
-            for (int j = 0; j < h; j++)
-                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, last > fd_max(0, s[j].lo - b) ? last : (int)fd_max(0, s[j].lo - b),
-                              (int)fd_min(FD_BLOCK, s[j].hi - b), ahead, 0, acc + (i + j) * dim, dim);
+            for (int j = 0; j < h; j++) {
+                int from = (int)fd_max(last, s[j].lo - b), to = (int)fd_min(FD_BLOCK, s[j].hi - b);
+                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, from, to, v, 0, acc + (i + j) * dim, dim);
+            }
         }
     }
 }

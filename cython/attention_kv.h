@@ -239,7 +239,8 @@ static int fd_copy_range(fd_ctx *ctx, int32_t slot, int32_t g, int64_t start, in
     for (size_t piece = 0; piece < group->block_bytes; piece += group->head_bytes)
         for (int64_t token = start; token < stop;) {
             int64_t end = fd_min(stop, (token / FD_BLOCK + 1) * FD_BLOCK);
-            char *cached = fd_block_at(group, list, token)->data + piece + (size_t)(token % FD_BLOCK) * group->row_bytes;
+            char *cached = fd_block_at(group, list, token)->data + piece;
+            cached += (size_t)(token % FD_BLOCK) * group->row_bytes;
             size_t nbytes = (size_t)(end - token) * group->row_bytes;
             memcpy(load ? cached : data, load ? data : cached, nbytes);
             data += nbytes;

@@ -38,11 +38,6 @@ static inline uint16_t fd_round_fp16(uint32_t bits) {
     return sign | (uint16_t)((mantissa + (1u << (shift - 1)) - 1 + ((mantissa >> shift) & 1)) >> shift);
 }
 
-static inline uint16_t fd_round_bf16(uint32_t bits) {
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16) | 0x40;
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 #define ISA(name) fd_base_##name
 #define FD_ISA_NAME "baseline"
 #define VL 4

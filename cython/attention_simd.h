@@ -30,6 +30,10 @@ FD_INLINE vf ISA(load_bf16)(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
+FD_INLINE void ISA(round_fp16)(uint16_t *dst, vf v) {
+    _mm_storeu_si128((__m128i *)dst, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
 #else
 
 FD_INLINE vf ISA(splat)(float x) { return (vf){x, x, x, x}; }
@@ -52,8 +56,17 @@ FD_INLINE vf ISA(load_fp16)(const uint16_t *p) {
     return (vf)((vi)ISA(pick)(magnitude < 0x0400, tiny, normal) | ((h & 0x8000) << 16));
 }
 FD_INLINE vf ISA(load_bf16)(const uint16_t *p) { return (vf)(ISA(widen)(p) << 16); }
+FD_INLINE void ISA(round_fp16)(uint16_t *dst, vf v) {
+    for (int i = 0; i < VL; i++) dst[i] = fd_round_fp16((uint32_t)((vi)v)[i]);
+}
 
 #endif
+
+FD_INLINE void ISA(round_bf16)(uint16_t *dst, vf v) {
+    const vi bits = (vi)v, odd = (bits >> 16) & 1;
+    const vi rounded = (vi)ISA(pick)(v == v, (vf)(bits + 0x7fff + odd), (vf)(bits | 0x400000));
+    for (int i = 0; i < VL; i++) dst[i] = (uint16_t)((uint32_t)rounded[i] >> 16);
+}
 
 /* Loads VL elements from element `i` on of an array of the given type. */
 FD_INLINE vf ISA(load_as)(const void *p, int64_t i, int dtype) {
@@ -129,15 +142,17 @@ FD_INLINE int ISA(load_row)(float *dst, const void *src, int n, int dtype, float
     return ISA(any)(bad);
 }
 
-/* Rounds a row to nearest even; 1 when some rounded value is not finite. */
+/* Rounds a row to nearest even; 1 when some rounded value is not finite. n is a multiple of 8. */
 FD_INLINE int ISA(round_row)(void *dst, const float *src, int n, int dtype) {
     vi bad = {0};
-    if (dtype == FD_FP32) memmove(dst, src, (size_t)n * sizeof(float));
-    for (int i = 0; i < n && dtype != FD_FP32; i++) {
-        uint32_t bits;
-        memcpy(&bits, src + i, sizeof bits);
-        ((uint16_t *)dst)[i] = dtype == FD_FP16 ? fd_round_fp16(bits) : fd_round_bf16(bits);
+    for (int i = 0; i < n; i += VL) {
+        vf v = ISA(load)(src + i);
+        switch (dtype) {
+            case FD_FP16: ISA(round_fp16)((uint16_t *)dst + i, v); break;
+            case FD_BF16: ISA(round_bf16)((uint16_t *)dst + i, v); break;
+            default: ISA(store)((float *)dst + i, v);
+        }
+        bad |= ISA(bad)(ISA(load_as)(dst, i, dtype));
     }
-    for (int i = 0; i < n; i += VL) bad |= ISA(bad)(ISA(load_as)(dst, i, dtype));
     return ISA(any)(bad);
 }

@@ -40,7 +40,8 @@ static void ISA(load_queries)(const fd_job *job, const fd_unit *unit, const fd_e
     const int heads = job->group->heads_per_kv, dim = job->group->head_dim;
     for (int v = unit->vec_begin; v < unit->vec_end; v++, q += dim) {
         int row = entry->row + v / heads;
-        const char *src = job->qkv + row * job->row_bytes + (size_t)(kv_head * heads + v % heads) * dim * job->wire_bytes;
+        const size_t head = (size_t)(kv_head * heads + v % heads);
+        const char *src = job->qkv + row * job->row_bytes + head * dim * job->wire_bytes;
         ISA(flag)(job, row, ISA(load_row)(q, src, dim, job->ctx->wire_dtype, job->ctx->scale));
     }
 }

@@ -20,6 +20,8 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != CHECKOUT]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests start worker processes beside torch on few cores: a thread that waits must give way to them.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 @dataclass
@@ -72,17 +74,17 @@ def start_workers(tmp_path: Path) -> Iterator[Callable[..., list[WorkerProcess]]
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct, converted once into the user's cache."""
-    from fastdecode_rdma.hub.demo_models import ensure_model
+    from fastdecode_rdma.hub.demo_models import demo_model_dir
 
-    return ensure_model("smollm2")
+    return demo_model_dir("smollm2")
 
 
 @pytest.fixture(scope="session")
 def gemma3_dir() -> Path:
     """Gemma 3 270M, converted once into the user's cache."""
-    from fastdecode_rdma.hub.demo_models import ensure_model
+    from fastdecode_rdma.hub.demo_models import demo_model_dir
 
-    return ensure_model("gemma3-270m")
+    return demo_model_dir("gemma3-270m")
 
 
 @pytest.fixture(scope="session")

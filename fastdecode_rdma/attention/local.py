@@ -48,14 +48,3 @@ class LocalWorker(WorkerLink):
     def close(self) -> None:
         """Frees the session's memory; idempotent."""
         self.session.close()
-
-
-def embed_worker(
-    geometry: AttentionGeometry, *, num_threads: int, memory_bytes: int | None = None
-) -> LocalWorker:
-    """Returns an embedded worker; its memory limit is what is free here unless given."""
-    from fastdecode_rdma.worker.limits import default_memory
-    from fastdecode_rdma.worker.session import MemoryBudget
-
-    limit = default_memory().value if memory_bytes is None else memory_bytes
-    return LocalWorker(geometry, MemoryBudget(limit), num_threads=num_threads)

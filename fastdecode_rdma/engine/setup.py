@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastdecode_rdma.attention.backend import AttentionBackend, WorkerInfo, WorkerLink
+from fastdecode_rdma.attention.backend import AttentionBackend, WorkerLink
 from fastdecode_rdma.attention.local import LocalWorker
 from fastdecode_rdma.attention.placement import Placement
 from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker, open_sessions
@@ -36,10 +36,6 @@ REPLAY_ROWS = 64
 """Rows a step has at least, so that a recovered sequence replays many generated tokens per step."""
 MAX_WORKER_WAIT_S = 10.0
 """How long the engine waits for a worker to come back when it has none left."""
-
-SLAB_BYTES = 64 << 20
-SLAB_SHARE = 64
-"""A worker hands memory to its KV groups in slabs of at most SLAB_BYTES or 1/SLAB_SHARE of it all."""
 
 RENAMED = {
     "model": "path",
@@ -135,7 +131,7 @@ class EngineParts:
                 logger.info("worker %s is not back: %s", address, error)
                 continue
             self.backend.add_worker(link)
-            self.engine.placement.add_worker(usable_bytes(self.backend.geometry, link.info))
+            self.engine.placement.add_worker(link.info.capacity_bytes)
             back = True
         return back
 
@@ -238,17 +234,6 @@ def build_engine(
         raise
 
 
-def usable_bytes(geometry: AttentionGeometry, info: WorkerInfo) -> int:
-    """What of a worker's memory sequences can count on.
-
-    KV groups cannot share a slab, so with several of them each may leave one partly used.
-    """
-    num_groups = len(geometry.groups)
-    if num_groups == 1:
-        return info.capacity_bytes
-    return info.capacity_bytes - num_groups * min(SLAB_BYTES, info.capacity_bytes // SLAB_SHARE)
-
-
 def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> list[WorkerLink]:
     """Opens a session on every worker, or embeds one."""
     if options.workers is None:
@@ -274,7 +259,7 @@ def _assemble(
 ) -> EngineParts:
     geometry = backend.geometry
     infos = [backend.info(worker) for worker in range(backend.num_workers)]
-    placement = Placement(geometry, [usable_bytes(geometry, info) for info in infos])
+    placement = Placement(geometry, [info.capacity_bytes for info in infos])
     notes: list[str] = []
     max_model_len = geometry.max_model_len
     longest = placement.longest_sequence()

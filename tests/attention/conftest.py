@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fastdecode_rdma.attention.backend import AttentionBackend
-from fastdecode_rdma.attention.local import embed_worker
+from fastdecode_rdma.attention.local import LocalWorker
 from fastdecode_rdma.attention.remote import open_sessions
 from fastdecode_rdma.config import ENTRY_DTYPE, AttentionGeometry, KVGroup
 from fastdecode_rdma.worker.machinery import kernel_facts, real_machinery
@@ -169,7 +169,7 @@ def connect() -> Iterator[Callable[..., Driver]]:
     ) -> Driver:
         geometry = geometry or make_geometry()
         if urls is None:
-            links = [embed_worker(geometry, num_threads=1, memory_bytes=memory_bytes)]
+            links = [LocalWorker(geometry, MemoryBudget(memory_bytes), num_threads=1)]
         else:
             links = open_sessions(urls, geometry, token=token)
         backends.append(AttentionBackend(links, geometry, timeout_s=timeout_s))

@@ -267,6 +267,41 @@ def test_weights_that_underflow_are_zero_not_garbage(isa: str) -> None:
     assert not status.any()
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_rounding_is_that_of_kv_dtypes_bit_for_bit(isa: str, kv: str) -> None:
+    """What store() keeps of random bits, ties, subnormals, overflow and non-finite values."""
+    form, geometry = KV_DTYPES[kv], one_layer(1, 1, 1024, kv=kv)
+    rng = np.random.default_rng(17)
+    bits = rng.integers(0, 1 << 32, (60, 1024), np.uint32)
+    bits[:20] = (bits[:20] & 0x8FFFFFFF) | 0x30000000  # exponents around fp16's subnormals
+    bits[20:30] &= 0xFFFFF000  # ties of fp16
+    bits[30:40] &= 0xFFFF8000  # ties of bf16
+    values = bits.view(np.float32)
+    with AttentionSession(geometry, MemoryBudget(1 << 26), 1, isa=isa) as session:
+        session.begin_step(2, 0, np.array([(1, 0, 60, ENTRY_UPLOAD)], ENTRY_DTYPE))
+        session.store(2, 0, 0, 0, values, -values)
+        data = session.export_range(1, 0, 60)
+    stored = np.frombuffer(data[-2 * 60 * 1024 * form.itemsize :], form.storage).reshape(2, 60, -1)
+    for kept, given in zip(stored, (values, -values), strict=True):
+        nan = np.isnan(given)
+        assert np.isnan(form.decode(kept)[nan]).all()
+        unsigned = f"<u{form.itemsize}"
+        assert np.array_equal(
+            kept[~nan].view(unsigned), form.encode(given[~nan]).astype(form.storage).view(unsigned)
+        )
+
+
+@pytest.mark.parametrize("kv", ["fp16", "bf16"])
+def test_every_finite_value_of_a_16_bit_dtype_loads_exactly(isa: str, kv: str) -> None:
+    """With a window of one token the output is V itself."""
+    form, geometry = KV_DTYPES[kv], one_layer(1, 1, 1024, kv=kv, window=1)
+    values = form.decode(np.arange(1 << 16, dtype="<u2").view(form.storage))
+    values = np.where(np.isfinite(values), values, 0).reshape(64, 1, 1024).astype(np.float32)
+    works = [Work(np.zeros((1, 1, 1024), np.float32), v[None], v[None] * 0) for v in values]
+    outputs, _ = attend(geometry, works, isa=isa)
+    assert np.array_equal(np.concatenate(outputs), values)
+
+
 def mixed_works(geometry: AttentionGeometry) -> list[Work]:
     shapes = [(1, 1), (70, 3), (1024, 1), (1030, 9), (2500, 1), (300, 60), (90, 1)]
     return [make_work(geometry, n, rows=rows, seed=31 * n) for n, rows in shapes]
