@@ -50,9 +50,7 @@ def start_workers(tmp_path: Path) -> Iterator[Callable[..., list[WorkerProcess]]
             command = [sys.executable, "-m", "fastdecode_rdma.cli", "worker"]
             command += ["--listen", "127.0.0.1:0", "--memory", memory, "--threads", str(threads)]
             command += ["--ready-file", str(ready_files[-1])]
-            processes.append(
-                subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
-            )
+            processes.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL))
         mine = []
         for process, ready in zip(processes, ready_files, strict=True):
             deadline = time.monotonic() + 60

@@ -72,7 +72,9 @@ def test_bf16_weights_give_the_bits_of_the_same_weights_in_fp32(ops: CpuOps) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_embedding_returns_the_rows_of_the_checkpoint_exactly(ops: CpuOps, dtype: torch.dtype) -> None:
+def test_embedding_returns_the_rows_of_the_checkpoint_exactly(
+    ops: CpuOps, dtype: torch.dtype
+) -> None:
     weight = torch.randn(37, 24).to(dtype)
     ids = torch.tensor([0, 36, 15, 16, 15])
     assert torch.equal(ops.embedding(ops.pack(weight, None), ids), weight[ids].float())

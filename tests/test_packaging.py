@@ -87,7 +87,9 @@ def test_imports_point_one_way(path: Path) -> None:
     for target in imported_rooms(path) - {room}:
         assert level[target] <= level[room], f"{room} must not import {target}"
         if target == "worker" and room not in ("worker", "cli", "doctor", "hub", "engine"):
-            assert path.name in ("local.py", "__init__.py"), "only attention/local.py embeds a worker"
+            assert path.name in ("local.py", "__init__.py"), (
+                "only attention/local.py embeds a worker"
+            )
 
 
 @pytest.mark.parametrize("room", NO_TORCH)

@@ -8,7 +8,6 @@ import random
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.sequence import SamplingParams
@@ -257,57 +256,11 @@ def test_what_is_no_text_is_a_typed_error(plain, bad):
         plain.encode(bad)
 
 
-TEMPLATE = """{{ bos_token }}
-{%- for message in messages %}
-    {%- if message['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}
-[{{ message['role'] }}] {{ message['content'] | trim }}
-    {%- if loop.index0 > 5 %}{% break %}{% endif %}
-{%- endfor %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
-{%- if add_generation_prompt %}
-{% generation %}[assistant]{% endgeneration %}
-{%- endif %}"""
-
-
-def chat(template: str = TEMPLATE) -> Tokenizer:
-    return Tokenizer(byte_level(), special_tokens=SPECIAL, chat_template=template)
-
-
-def test_chat_template():
-    tokenizer = chat()
-    messages = [{"role": "user", "content": " Grüße <b> "}, {"role": "system", "content": "x"}]
-    text = tokenizer.render_chat(messages, tools=[{"name": "Ü", "a": "<"}])
-    assert text == '<s>[user] Grüße <b>[system] x[{"name": "Ü", "a": "<"}][assistant]'
-    ours = tokenizer.render_chat(messages, tools=None)
-    theirs, _ = render_jinja_template(
-        [messages], chat_template=TEMPLATE, add_generation_prompt=True, bos_token="<s>"
-    )
-    assert [ours] == theirs
-    ids = tokenizer.encode_chat(messages)
-    assert ids.count(tokenizer.bos_token_id) == 1
-    assert tokenizer.render_chat(messages, add_generation_prompt=False).endswith("x")
-
-
-@pytest.mark.parametrize(
-    "messages", [[{"role": "bad", "content": ""}], [{"content": "x"}], ["hello"], [{"role": "a"}]]
-)
-def test_refused_messages_are_typed_errors(messages):
-    template = TEMPLATE.replace("| trim", "+ ''")  # an undefined content cannot be added to
-    with pytest.raises(ConfigError):
-        chat(template).encode_chat(messages)
-
-
-def test_template_cannot_reach_out_of_its_sandbox():
-    for evil in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
-        with pytest.raises(ConfigError):
-            chat(evil).render_chat([{"role": "user", "content": ""}])
-    with pytest.raises(ConfigError, match="Jinja"):
-        chat("{% if %}")
-
-
-def test_strftime_now():
-    year = chat("{{ strftime_now('%Y') }}").render_chat([{"role": "user", "content": ""}])
-    assert year.isdigit() and len(year) == 4
+def test_encode_chat_leaves_special_tokens_to_the_template(plain):
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    tokenizer = Tokenizer(byte_level(), special_tokens=SPECIAL, chat_template=template)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "the"}])
+    assert ids == plain.encode("the") and ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_no_template_is_a_typed_error(plain):

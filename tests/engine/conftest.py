@@ -53,9 +53,7 @@ class Bench:
         ids = [i for _, _, new in rows for i in new]
         positions = [n + j for _, n, new in rows for j in range(len(new))]
         last = list(np.cumsum([len(new) for _, _, new in rows]) - 1)
-        return DecodeBatch(
-            [], [], [(0, entries)], torch.tensor(ids), torch.tensor(positions), last
-        )
+        return DecodeBatch([], [], [(0, entries)], torch.tensor(ids), torch.tensor(positions), last)
 
     def decode(self, rows: list[tuple[int, int, list[int]]]) -> torch.Tensor:
         """One step; the logits after the last id of each row, [len(rows), V]."""

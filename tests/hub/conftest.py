@@ -1,4 +1,4 @@
-"""The real demo model, fetched once into the user's cache, and tiny GGUF files."""
+"""Tiny GGUF files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-
-from fastdecode_rdma.hub.demo_models import demo_model_dir
-
-
-@pytest.fixture(scope="session")
-def smollm2_dir() -> Path:
-    """SmolLM2-135M-Instruct as converted. Not to get it is a failure, not a reason to skip."""
-    return demo_model_dir("smollm2", log=print)
 
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 64, 4, 2, 32, 96, 2

@@ -39,9 +39,7 @@ def job(handle: int, prompt_len: int = 10, max_tokens: int = 5) -> Job:
 
 
 def scheduler(max_num_seqs: int = 4, max_num_batched_tokens: int = 100) -> FcfsScheduler:
-    return FcfsScheduler(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-    )
+    return FcfsScheduler(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def test_admits_in_order_of_arrival_while_there_are_seats() -> None:
