@@ -2,12 +2,13 @@
 
     python bench/bench_decode.py --model DIR [--gguf FILE] [--batch 1,8,32,128] [--json F]
 
-Every contender is a process of its own (thread pools of two libraries in one process would fight), kept
-alive; the parent runs them in turn, round by round, so that a noisy machine hurts all alike, and reports
-medians. Tokens/s count from the moment when every sequence has its first token (decoding alone) to the
-last one. The floor multiplies the model's own weight matrices, all layers, by the batch, and does nothing
-else: with the fastest of torch's and numpy's BLAS per shape ("floor"), and with this library's packed
-kernel ("packed GEMM").
+Every contender is a process of its own (thread pools of two libraries in one process would fight),
+kept alive; the parent runs them in turn, round by round, so that a noisy machine hurts all alike,
+and reports medians. Tokens/s count from the moment when every sequence has its first token
+(decoding alone) to the last one. The floor multiplies the model's own weight matrices, all layers,
+by the batch, and does nothing
+else: with the fastest of torch's and numpy's BLAS per shape ("floor"), and with this library's
+packed kernel ("packed GEMM").
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ class Transformers(Contender):
         times: list[float] = []
 
         class Clock(StoppingCriteria):
-            def __call__(self, ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+            def __call__(
+                self, ids: torch.Tensor, scores: torch.Tensor, **_: object
+            ) -> torch.Tensor:
                 times.append(time.perf_counter())
                 return torch.zeros(ids.shape[0], dtype=torch.bool)
 
@@ -163,7 +166,7 @@ class TransformersBf16(Transformers):
 
 
 class LlamaCpp(Contender):
-    """llama.cpp through the xllamacpp wheel: its server with one slot per sequence, Q4_1 weights."""
+    """llama.cpp through the xllamacpp wheel: its server, a slot per sequence, Q4_1 weights."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
@@ -216,7 +219,7 @@ class LlamaCpp(Contender):
 
 
 class Floor(Contender):
-    """The model's matrices times the batch: the fastest of torch's and numpy's BLAS for each shape."""
+    """The model's matrices times the batch: the faster of torch and numpy for each shape."""
 
     backends = ("torch", "numpy")
 
@@ -301,12 +304,13 @@ class Child:
     """The parent's side of a contender."""
 
     def __init__(self, name: str, argv: list[str]) -> None:
-        # Workers and engine share these cores: threads that wait must not spin long against the other
-        # process. A thousand rounds bridge the gap between two layers.
+        # Workers and engine share these cores: threads that wait must not spin long against the
+        # other process. A thousand rounds bridge the gap between two layers.
         env = {"GOMP_SPINCOUNT": "20000", **os.environ} if name == "tcp" else dict(os.environ)
         self.process = subprocess.Popen(
             [sys.executable, __file__, *argv, "--serve", name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=env,
         )  # fmt: skip
         self.error = ""
         threading.Thread(target=self._drain, daemon=True).start()
@@ -336,7 +340,7 @@ def median_of(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[int, dict[str, float]]]:
-    """Starts the contenders and runs them in turn; those that cannot run are reported and left out."""
+    """Starts the contenders and runs them in turn; reports those that cannot run."""
     children: dict[str, Child] = {}
     for name in args.only or CONTENDERS:
         if name == "llama.cpp" and not args.gguf:
@@ -404,7 +408,9 @@ def main() -> int:
     results = measure(args, argv)
     if args.json:
         Path(args.json).write_text(
-            json.dumps({"load": os.getloadavg(), "cpus": os.cpu_count(), "results": results}, indent=1)
+            json.dumps(
+                {"load": os.getloadavg(), "cpus": os.cpu_count(), "results": results}, indent=1
+            )
         )
     return 0
 

@@ -2,10 +2,10 @@
 
     python bench/bench_pump.py [--workers 1,4,16] [--layers 32] [--steps 200] [--json F]
 
-Workers serve in this process over socket pairs, with real sessions of a small model, so that the wire and
-the kernel cost next to nothing. Beside our own code ("pump") stand the system calls that move the bytes
-("send + receive") and the same exchange written in Python (one sendmsg and one recv_into per worker and
-layer), which is what a pump in C saves.
+Workers serve in this process over socket pairs, with real sessions of a small model, so that the
+wire and the kernel cost next to nothing. Beside our own code ("pump") stand the system calls that
+move the bytes ("send + receive") and the same exchange written in Python (one sendmsg and one
+recv_into per worker and layer), which is what a pump in C saves.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from fastdecode_rdma.transport._pump import Pump
 
 from fastdecode_rdma.config import ENTRY_DTYPE, AttentionGeometry, KVGroup
-from fastdecode_rdma.transport._pump import Pump
 from fastdecode_rdma.transport.base import FrameSizes, plan_slots
 from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.worker.session import AttentionSession, MemoryBudget
@@ -130,7 +130,8 @@ def main() -> int:
     parser.add_argument("--json", help="also write the figures here")
     args = parser.parse_args()
     results = {}
-    print(f"{'workers':>7} {'pump':>10} {'send+recv':>10} {'exchange':>10} {'in Python':>10}   (us)")
+    heads = ("workers", "pump", "send+recv", "exchange", "in Python")
+    print(f"{heads[0]:>7} " + " ".join(f"{head:>10}" for head in heads[1:]) + "   (us)")
     for num_workers in (int(part) for part in args.workers.split(",")):
         rig = Rig(num_workers, args.layers)
         rig.run(args.steps // 10 + 1)

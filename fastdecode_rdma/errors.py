@@ -36,8 +36,7 @@ class TransportTimeout(TransportError):
 
 
 class WorkerError(FastDecodeError):
-    """An attention worker reported a failure. `worker` is its address, `remote_message` its words.
-    """
+    """An attention worker reported a failure. `worker`: its address; `remote_message`: its words."""
 
     def __init__(self, worker: str, remote_message: str) -> None:
         super().__init__(f"attention worker {worker}: {remote_message}")
@@ -72,8 +71,7 @@ class WorkerLostError(WorkerError):
 
 
 class CacheFullError(FastDecodeError):
-    """There is no room in the KV-cache: bytes needed and bytes that were free, in the message too.
-    """
+    """No room in the KV-cache: bytes needed and bytes free, in the message too."""
 
     def __init__(self, message: str, *, needed_bytes: int = 0, free_bytes: int = 0) -> None:
         super().__init__(message)

@@ -90,7 +90,8 @@ class Generator:
         path: a model directory, or a name in the local Hugging Face cache.
         workers: addresses ("tcp://host:18815", "host"); None embeds one worker in this process.
         token_file: the shared token for workers on other machines.
-        dtype: compute dtype; "auto" and "float32" on a CPU (bf16 weights stay bf16 in memory: exact).
+        dtype: compute dtype; "auto" and "float32" on a CPU (bf16 weights stay bf16 in memory:
+        exact).
         kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16" or "bf16".
         device: None or "cpu".
         max_model_len: tokens of prompt and answer; default: what the model and the workers can
@@ -142,7 +143,8 @@ class Generator:
         the
             batch has room (its bad prompts are errors of that prompt).
         params: one for all, or one per prompt.
-        on_error: what a failure of one request does. "raise": the other requests run to their end, then
+        on_error: what a failure of one request does. "raise": the other requests run to their end,
+        then
             the error is raised; "event": it is an event with finish_reason "error".
 
         Raises:
@@ -167,8 +169,8 @@ class Generator:
     ) -> list[RequestOutput]:
         """Runs all prompts to their end; returns their results in order.
 
-        Arguments and errors are those of `generate`; with on_error="event" a failed request's result has
-        its `error` set.
+        Arguments and errors are those of `generate`; with on_error="event" a failed request's
+        result has its `error` set.
         """
         total = (
             len(prompts)
@@ -205,8 +207,8 @@ class Generator:
                 default = list(default)
         if isinstance(prompts, (dict, bytes)) or not isinstance(prompts, Iterable):
             raise ConfigError(
-                f"{type(prompts).__name__} is no prompt; expected text, token ids, chat messages or "
-                "an iterable of them"
+                f"{type(prompts).__name__} is no prompt; expected text, token ids, chat messages "
+                "or an iterable of them"
             )
         if not isinstance(default, (SamplingParams, Iterable)):
             raise ConfigError(f"expected SamplingParams, got {type(default).__name__}")

@@ -1,4 +1,4 @@
-"""The dense side's operations on the CPU: packed GEMM and fused row kernels behind one small interface.
+"""The dense side's operations on the CPU: packed GEMM and fused row kernels.
 
 `reference.ReferenceOps` has the same methods in plain torch: it is the oracle. Models call nothing
 else.
@@ -102,8 +102,7 @@ class CpuOps:
     # -- weights
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Takes a weight [N, K] in its checkpoint's dtype (kept if bf16, else fp32) and a bias [N].
-        """
+        """Takes a weight [N, K] in its checkpoint's dtype (bf16 stays, else fp32), a bias [N]."""
         num_out, num_in = weight.shape
         if weight.dtype not in (torch.bfloat16, torch.float32):
             weight = weight.float()
@@ -304,7 +303,8 @@ class CpuOps:
         head_dim: int,
         out: Tensor,
     ) -> Tensor:
-        """Per-head RMS norm of q and k, rotary at `positions`, v untouched: rows [q | k | v] to `out`.
+        """Per-head RMS norm of q and k, rotary at `positions`, v untouched: rows [q | k | v] to
+        `out`.
 
         `qkv` [T, (Hq + 2 Hkv) * D] and `out` (which may be `qkv`) are contiguous; positions int64
         [T].

@@ -73,7 +73,8 @@ class EventStream(Iterator[TokenEvent]):
         """The next event.
 
         Raises:
-            FastDecodeError: with on_error="raise", the first error, once all other requests are done.
+            FastDecodeError: with on_error="raise", the first error, once all other requests are
+            done.
         """
         while not self._ready:
             if self._closed:

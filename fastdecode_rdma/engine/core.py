@@ -229,8 +229,7 @@ class Engine:
         return True
 
     def _start_prefill(self) -> RunningPrefill | None:
-        """Packs admitted gangs into a job, up to the token budget (one longer prompt goes alone).
-        """
+        """Packs admitted gangs into a job, up to the token budget (a longer prompt goes alone)."""
         items: list[PrefillItem] = []
         members: list[LiveSequence] = []
         tokens = 0
@@ -254,8 +253,7 @@ class Engine:
         return RunningPrefill(job, job.cells(self._next_step()), members)
 
     def _ids_to_prefill(self, seq: LiveSequence) -> np.ndarray:
-        """Everything so far; in deterministic mode the prompt only, what was generated is replayed.
-        """
+        """Everything so far; in deterministic mode the prompt: the rest is replayed."""
         return seq.request.prompt_ids if self.options.deterministic else seq.all_ids()
 
     def _finish_prefill(self) -> None:

@@ -102,7 +102,8 @@ class DecodeRunner:
         return views
 
     def run(self, batch: DecodeBatch, table: int, step: int) -> tuple[Tensor, list[bool]]:
-        """Runs one step; returns the logits [len(sequences), V] and, per sequence, whether all was finite.
+        """Runs one step; returns the logits [len(sequences), V] and, per sequence, whether all was
+        finite.
 
         The cache lengths of the sequences are not changed: a step that fails may simply run again.
 

@@ -26,8 +26,8 @@ class EngineLoop:
     def __init__(
         self, engine: Engine, *, reconnect: Callable[[], bool], worker_wait_s: float
     ) -> None:
-        """`reconnect` tries to bring a worker back, bounded; after worker_wait_s without any, requests
-        fail with WorkerLostError."""
+        """`reconnect` tries to bring a worker back, bounded; after worker_wait_s without any,
+        requests fail with WorkerLostError."""
         self.engine = engine
         self._reconnect = reconnect
         self._worker_wait_s = worker_wait_s

@@ -45,8 +45,7 @@ class PrefillItem:
 
 @dataclass(slots=True)
 class Cell:
-    """Consecutive rows of the job, made of whole chunks: (item, start, stop) in tokens of the item.
-    """
+    """Consecutive rows of the job, whole chunks of it: (item, start, stop) in its tokens."""
 
     first_row: int
     num_rows: int = 0
@@ -160,8 +159,7 @@ class PrefillJob:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """One layer of one cell: hidden rows in place, K/V of the cell's tokens kept and uploaded.
-        """
+        """One layer of one cell: hidden rows in place, K/V kept and uploaded."""
         group = self._groups[layer]
         rows = slice(cell.first_row, cell.first_row + cell.num_rows)
         x = hidden[rows]

@@ -83,8 +83,8 @@ class GeneratorOptions:
             )
         if self.dtype != "auto" and dtype_name(self.dtype) != "fp32":
             raise ConfigError(
-                f"dtype={self.dtype!r}: a CPU computes in float32 (bf16 weights are kept in bf16 all "
-                "the same); use 'auto' or 'float32'"
+                f"dtype={self.dtype!r}: a CPU computes in float32 (bf16 weights stay bf16 in "
+                "memory all the same); use 'auto' or 'float32'"
             )
         if self.kv_cache_dtype != "auto":
             dtype_name(self.kv_cache_dtype)
@@ -175,7 +175,8 @@ class EngineParts:
 
 
 def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
-    """Returns a model directory: `path` itself, or that name's newest snapshot in the local HF cache.
+    """Returns a model directory: `path` itself, or that name's newest snapshot in the local HF
+    cache.
 
     Raises:
         ConfigError: neither is there. Nothing is downloaded.
@@ -185,7 +186,8 @@ def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
         return directory
     if directory.is_file():
         raise ConfigError(
-            f"{directory} is a file; expected a model directory (GGUF: `fastdecode convert` makes one)"
+            f"{directory} is a file; expected a model directory (`fastdecode convert` makes one "
+            "of a GGUF file)"
         )
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
@@ -196,8 +198,8 @@ def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
         if snapshot.is_dir():
             return snapshot
     raise ConfigError(
-        f"no model at {directory}, and none of that name in {hub}; give a directory with config.json, "
-        "tokenizer.json and safetensors"
+        f"no model at {directory}, and none of that name in {hub}; give a directory with "
+        "config.json, tokenizer.json and safetensors"
     )
 
 
@@ -266,9 +268,10 @@ def _assemble(
     if longest < max_model_len:
         if options.max_model_len is not None or longest < 2:
             raise ConfigError(
-                f"max_model_len={max_model_len} needs {placement.bytes_for(max_model_len)} bytes of "
-                f"KV-cache on one worker and the largest has {placement.largest_capacity()}; lower it "
-                f"to {longest} or give a worker more --memory"
+                f"max_model_len={max_model_len} needs {placement.bytes_for(max_model_len)} bytes "
+                "of KV-cache on one worker and the largest has "
+                f"{placement.largest_capacity()}; lower it to {longest} or give a worker more "
+                "--memory"
             )
         notes.append(f"max_model_len lowered from {max_model_len} to {longest}: workers' memory")
         logger.warning(notes[-1])

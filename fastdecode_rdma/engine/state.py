@@ -76,8 +76,7 @@ class LiveSequence:
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     def pending_ids(self, count: int) -> list[int]:
-        """The next `count` ids to feed. Only generated ids can be pending: prompts are prefilled.
-        """
+        """The next `count` ids to feed. Only generated ones can be pending."""
         start = self.kv_len - len(self.request.prompt_ids)
         return self.output_ids[start : start + count]
 

@@ -1,4 +1,4 @@
-"""The scheduling interface: pure integers, no torch, so that the engine and a simulator drive the same code.
+"""The scheduling interface: pure integers, for the engine and a simulator alike.
 
 A *job* is one sequence; a *gang* is the jobs of one request, admitted together because they share a
 prompt.

@@ -1,5 +1,4 @@
-"""First come, first served: admit in order of arrival while there is room; the youngest gives way.
-"""
+"""First come, first served: admit in order of arrival; the youngest gives way."""
 
 from __future__ import annotations
 

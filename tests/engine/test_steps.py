@@ -16,16 +16,17 @@ from fastdecode_rdma.reference import ReferenceOps, reference_forward
 from fastdecode_rdma.worker.kvcache import kv_bytes
 
 LOGITS_TOLERANCE = 2e-4
-"""|our logits - transformers'|, both fp32 with fp32 KV: two summation orders over a few layers of widths
-up to 80 and logits below 50; the float64 oracle sits between the two (see test_contracts.py)."""
+"""|our logits - transformers'|, both fp32 with fp32 KV: two summation orders over a few layers of
+widths up to 80 and logits below 50; the float64 oracle sits between the two (see
+test_contracts.py)."""
 
 VARIANTS = [
     ("llama", {}),
     ("llama-mha", {"num_key_value_heads": 4}),
     ("llama-ratio3", {"num_attention_heads": 6, "num_key_value_heads": 2}),
-    ("llama-ratio7", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24}),
-    ("llama-untied", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
-    (
+    ("llama-ratio7", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1,
+    "head_dim": 24}), ("llama-untied", {"tie_word_embeddings": False, "attention_bias": True,
+    "mlp_bias": True}), (
         "llama-llama3rope",
         {
             "rope_parameters": {
@@ -193,14 +194,18 @@ def run(length, handle, step):
         pass
     return torch.from_numpy(ids), job
 
+def status(key):
+    lines = open('/proc/self/status').read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
 def rss():
-    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmRSS')) * 1024
+    return status('VmRSS')
 
 run(600, 1, 1)  # pools, code pages and workspaces are there from now on
 before = rss()
 open('/proc/self/clear_refs', 'w').write('5')  # resets the peak
 ids, job = run(length, 2, 2)
-peak = next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) * 1024
+peak = status('VmHWM')
 slab = max(1 << 24, kv_bytes(geometry, length))
 print('used', peak - before, 'allowed', peak_bytes(length, model) + slab + (8 << 20))
 places = torch.tensor([0, 511, 512, 1023, length // 2, length - 2, length - 1])

@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 
-
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 64, 4, 2, 32, 96, 2
 
 

@@ -169,6 +169,28 @@ def test_an_attend_that_runs_twice_gives_the_same(session: AttentionSession) -> 
         assert np.array_equal(run_layer(session, layer, lines), run_layer(session, layer, lines))
 
 
+def test_every_layer_and_repeat_of_a_step_merges_its_segments(session: AttentionSession) -> None:
+    """The counters by which the last segment of a row finds out that it is the last start anew."""
+    length = 2500
+    session.begin_step(2, 1, entries((1, 0, length, ENTRY_UPLOAD)))
+    rng = np.random.default_rng(8)
+    for layer in range(GEOMETRY.num_layers):
+        group = GEOMETRY.group_of(layer)
+        width = group.num_kv_heads * group.head_dim
+        k, v = (rng.standard_normal((length, width)).astype(np.float32) for _ in range(2))
+        session.store(2, layer, 0, 0, k, v)
+    step = entries((1, length, 2, 0))
+    outs = run_step(session, 2, step)
+    for layer in range(GEOMETRY.num_layers):
+        for _ in range(2):
+            assert np.array_equal(run_layer(session, layer, step), outs[layer])
+    with AttentionSession(GEOMETRY, MemoryBudget(64 << 20), 1) as other:
+        other.import_range(1, 0, session.export_range(1, 0, length))
+        for layer in (3, 0):  # another order: a counter left over would show
+            other.begin_step(0, 1, step)
+            assert np.array_equal(run_layer(other, layer, step), outs[layer])
+
+
 def test_replay_of_many_tokens_at_once_has_the_bits_of_decoding(session: AttentionSession) -> None:
     run_step(session, 1, entries((1, 0, 90, 0), (2, 0, 30, 0)))
     decoded = [run_step(session, 2 + i, entries((1, 90 + i, 1, 0))) for i in range(40)]
