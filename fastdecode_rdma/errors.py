@@ -36,7 +36,7 @@ class TransportTimeout(TransportError):
 
 
 class WorkerError(FastDecodeError):
-    """An attention worker reported a failure. `worker`: its address; `remote_message`: its words."""
+    """An attention worker failed. `worker`: its address; `remote_message`: its words."""
 
     def __init__(self, worker: str, remote_message: str) -> None:
         super().__init__(f"attention worker {worker}: {remote_message}")
