@@ -8,8 +8,9 @@ only after its logits are there, so a failed step is simply run again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -85,6 +86,7 @@ class Engine:
         self._next_handle = 1
         self._step = 0
         self._stalled_since: float | None = None
+        self._outbox: list[Callable[[], None]] = []  # what callers hear once the step is booked
 
     # -- requests
 
@@ -139,13 +141,14 @@ class Engine:
     def _fail_request(self, request: Request, error: FastDecodeError) -> None:
         """Ends one request with an error, the others go on."""
         self._drop([seq for seq in request.sequences if seq.handle in self._live])
-        request.fail(request.index, error)
+        self._outbox.append(partial(request.fail, request.index, error))
 
     def fail_all(self, error: FastDecodeError) -> None:
         """Ends every request with the same error."""
         self._prefill = None
         for request in {seq.request for seq in self._live.values()}:
             self._fail_request(request, error)
+        self._deliver()
 
     # -- one step
 
@@ -158,7 +161,14 @@ class Engine:
             self._recover(error)
             worked = True
         self.counters.step_s += time.perf_counter() - started
+        self._deliver()
         return worked
+
+    def _deliver(self) -> None:
+        """Tells the callers, when counters and memory are up to date: they may look at once."""
+        outbox, self._outbox = self._outbox, []
+        for tell in outbox:
+            tell()
 
     def _step_once(self) -> bool:
         if not self.placement.has_workers():
@@ -341,7 +351,7 @@ class Engine:
         self.counters.sample_s += time.perf_counter() - started
         self._drop(finished)
         for request, batch in events.items():
-            request.deliver(batch)
+            self._outbox.append(partial(request.deliver, batch))
         for seq in overflown:
             if seq.handle in self._live:  # a sibling may have failed the request already
                 self._fail_request(seq.request, _non_finite(seq, "logits"))
