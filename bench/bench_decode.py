@@ -194,16 +194,17 @@ class LlamaCpp(Contender):
         started = time.perf_counter()
 
         def one(index: int) -> None:
-            reply = server.handle_completions(
-                json.dumps(
+            results.append(
+                server.handle_completions(
                     {
-                        "prompt": prompt_ids(index, vocab), "n_predict": NEW_TOKENS,
-                        "max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True,
+                        "prompt": prompt_ids(index, vocab),
+                        "max_tokens": NEW_TOKENS,
+                        "temperature": 0.0,
+                        "ignore_eos": True,
                         "cache_prompt": False,
                     }
                 )
-            )  # fmt: skip
-            results.append(json.loads(reply) if isinstance(reply, str) else reply)
+            )
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(batch)]
         for thread in threads:
@@ -304,13 +305,10 @@ class Child:
     """The parent's side of a contender."""
 
     def __init__(self, name: str, argv: list[str]) -> None:
-        # Workers and engine share these cores: threads that wait must not spin long against the
-        # other process. A thousand rounds bridge the gap between two layers.
-        env = {"GOMP_SPINCOUNT": "20000", **os.environ} if name == "tcp" else dict(os.environ)
         self.process = subprocess.Popen(
             [sys.executable, __file__, *argv, "--serve", name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=env,
+
         )  # fmt: skip
         self.error = ""
         threading.Thread(target=self._drain, daemon=True).start()

@@ -2,6 +2,9 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
+cdef extern from "team.h" nogil:
+    void team_bind(uintptr_t address)
+
 cdef extern from "attention.h" nogil:
     enum:
         FD_BLOCK
@@ -62,6 +65,11 @@ cdef extern from "attention.h" nogil:
 BLOCK_TOKENS = FD_BLOCK
 SEGMENT_TOKENS = FD_SEG
 NUM_TABLES = FD_TABLES
+
+
+def bind_team(uintptr_t address):
+    """Runs parallel regions on the team at that address (_team.address())."""
+    team_bind(address)
 
 
 def has_isa(str name):

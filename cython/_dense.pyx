@@ -1,10 +1,11 @@
 """CPU GEMM over packed weights and fused row operations. Unpacks addresses; ops.py validates."""
 
 from libc.stdint cimport int64_t, uintptr_t
+from libc.string cimport memset
 
 
 cdef extern from "dense.h" nogil:
-    int team_share()
+    void team_bind(uintptr_t address)
     int dense_isa
     int dense_isa_supported(int isa)
     void dense_gemm(const float *x, int64_t x_stride, int64_t m, const void *packed, int weight_type,
@@ -15,6 +16,14 @@ cdef extern from "dense.h" nogil:
     int64_t dense_gather(const void *packed, int weight_type, int64_t n, int64_t k, const int64_t *ids,
                          int64_t count, float *out)
     int DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT
+    ctypedef struct dense_attend_job:
+        const float *q
+        const float *k
+        const float *v
+        float *out
+        int64_t q_stride, kv_stride, out_stride, num_rows, length, num_q_heads, num_kv_heads, head_dim, window
+        float scale, softcap
+    int dense_attend(dense_attend_job *job, int num_threads)
     ctypedef struct dense_norm_job:
         float *x
         const float *y
@@ -53,9 +62,9 @@ SILU, GELU_TANH, RELU = 0, 1, 2
 ISA_NAMES = ("baseline", "avx2")
 
 
-def share_thread_pool():
-    """Runs on another OpenMP runtime of this process, if one is loaded; returns whether there is one."""
-    return bool(team_share())
+def bind_team(uintptr_t address):
+    """Runs parallel regions on the team at that address (_team.address())."""
+    team_bind(address)
 
 
 def set_isa(int isa):
@@ -117,3 +126,24 @@ def activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t m, int64_t n,
     job.x, job.out, job.n, job.x_stride, job.kind, job.gated = <const float *>x, <float *>out, n, x_stride, kind, gated
     with nogil:
         dense_rows(DENSE_OP_ACT, &job, m, 4 * n, num_threads)
+
+
+def attend(uintptr_t q, int64_t q_stride, uintptr_t k, uintptr_t v, int64_t kv_stride, uintptr_t out,
+           int64_t out_stride, int64_t num_rows, int64_t length, int64_t num_q_heads, int64_t num_kv_heads,
+           int64_t head_dim, int64_t window, float scale, float softcap, int num_threads):
+    """Causal attention of the last num_rows of `length` positions; window 0 and softcap 0 mean none.
+
+    Raises MemoryError if no thread got its scratch memory.
+    """
+    cdef dense_attend_job job
+    cdef int failed
+    memset(&job, 0, sizeof(job))
+    job.q, job.k, job.v, job.out = <const float *>q, <const float *>k, <const float *>v, <float *>out
+    job.q_stride, job.kv_stride, job.out_stride = q_stride, kv_stride, out_stride
+    job.num_rows, job.length, job.window = num_rows, length, window
+    job.num_q_heads, job.num_kv_heads, job.head_dim = num_q_heads, num_kv_heads, head_dim
+    job.scale, job.softcap = scale, softcap
+    with nogil:
+        failed = dense_attend(&job, num_threads)
+    if failed:
+        raise MemoryError("no memory for the scratch of prefill attention")

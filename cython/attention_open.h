@@ -16,7 +16,6 @@ static fd_ctx *fd_open(int32_t num_groups, int32_t num_layers, int32_t num_threa
         ctx->tables[i].plans = calloc((size_t)num_groups, sizeof *ctx->tables[i].plans);
         failed |= !ctx->tables[i].plans;
     }
-    team_share();
     if (!failed) return ctx;
     for (int i = 0; i < FD_TABLES; i++) free(ctx->tables[i].plans);
     free(ctx->staging.plans);

@@ -8,6 +8,7 @@
 #define FASTDECODE_DENSE_H
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -71,8 +72,70 @@ typedef struct {
     _Atomic int64_t next;
 } dense_row_loop;
 
+#define ATTEND_ROWS 96 /* query rows of an item, all heads of its group together */
+#define ATTEND_KEYS 64 /* keys of a block: their packed K and V (D = 128: 64 KiB) stay in L2 */
+
+/* q [T, Hq * D] are the last T of L positions; k, v [L, Hkv * D]; strides in elements. */
+typedef struct {
+    const float *q, *k, *v;
+    float *out;
+    int64_t q_stride, kv_stride, out_stride, num_rows, length, num_q_heads, num_kv_heads, head_dim, window;
+    float scale, softcap; /* softcap 0: none */
+    int64_t heads_per_item, rows_per_item, items_per_head, num_items;
+    _Atomic int64_t next, done;
+} dense_attend_job;
+
+typedef struct {
+    int64_t kv_head, first_head, heads, first_row, rows; /* rows of the chunk */
+    int64_t position, last_key;                          /* of the first and the last row */
+} dense_attend_item;
+
+typedef struct {
+    float max[ATTEND_ROWS], sum[ATTEND_ROWS];
+    float panel[ATTEND_ROWS * 16], scores[ATTEND_ROWS * ATTEND_KEYS];
+    float *queries, *keys, *values, *out; /* behind this struct, by head_dim */
+} dense_attend_scratch;
+
+/* This thread's scratch for that head_dim, kept for the next call; NULL without memory. */
+static dense_attend_scratch *dense_attend_scratch_of(int64_t head_dim)
+{
+    static _Thread_local dense_attend_scratch *kept = NULL;
+    static _Thread_local int64_t kept_dim = 0;
+    if (kept && kept_dim >= head_dim) return kept;
+    int64_t width = (head_dim + 15) / 16 * 16;
+    free(kept);
+    kept = (dense_attend_scratch *)malloc(sizeof *kept + sizeof(float) * 2 * (ATTEND_ROWS + ATTEND_KEYS) * width);
+    kept_dim = kept ? head_dim : 0;
+    if (!kept) return NULL;
+    kept->queries = (float *)(kept + 1);
+    kept->out = kept->queries + ATTEND_ROWS * width;
+    kept->keys = kept->out + ATTEND_ROWS * width;
+    kept->values = kept->keys + ATTEND_KEYS * width;
+    return kept;
+}
+
+/* Items run over (KV head, part of its query heads, block of rows), blocks fastest. */
+static dense_attend_item dense_attend_item_of(const dense_attend_job *job, int64_t number)
+{
+    int64_t group = job->num_q_heads / job->num_kv_heads;
+    int64_t parts = (group + job->heads_per_item - 1) / job->heads_per_item;
+    int64_t block = number % job->items_per_head, rest = number / job->items_per_head;
+    dense_attend_item item;
+    item.kv_head = rest / parts;
+    item.first_head = item.kv_head * group + rest % parts * job->heads_per_item;
+    item.heads = group - rest % parts * job->heads_per_item;
+    if (item.heads > job->heads_per_item) item.heads = job->heads_per_item;
+    item.first_row = block * job->rows_per_item;
+    item.rows = job->num_rows - item.first_row;
+    if (item.rows > job->rows_per_item) item.rows = job->rows_per_item;
+    item.position = job->length - job->num_rows + item.first_row;
+    item.last_key = item.position + item.rows - 1;
+    return item;
+}
+
 #define DENSE(name) base_##name
 #include "dense_body.h"
+#include "dense_attend.h"
 #undef DENSE
 
 #if defined(__x86_64__)
@@ -80,6 +143,7 @@ typedef struct {
 #pragma GCC target("avx2,fma")
 #define DENSE(name) avx2_##name
 #include "dense_body.h"
+#include "dense_attend.h"
 #undef DENSE
 #pragma GCC pop_options
 #endif
@@ -128,6 +192,23 @@ static void dense_rows(int op, const void *job, int64_t m, int64_t width, int nu
     if (dense_isa == 1) body = avx2_rows_body;
 #endif
     team_run(num_threads, body, &loop);
+}
+
+/* Attends; returns 0, or -1 when there was no memory for the scratch. */
+static int dense_attend(dense_attend_job *job, int num_threads)
+{
+    int64_t group = job->num_q_heads / job->num_kv_heads;
+    job->heads_per_item = group < ATTEND_ROWS ? group : ATTEND_ROWS;
+    job->rows_per_item = ATTEND_ROWS / job->heads_per_item;
+    job->items_per_head = (job->num_rows + job->rows_per_item - 1) / job->rows_per_item;
+    job->num_items = job->items_per_head * job->num_kv_heads * ((group + job->heads_per_item - 1) / job->heads_per_item);
+    team_body_fn body = base_attend_body;
+#if defined(__x86_64__)
+    if (dense_isa == 1) body = avx2_attend_body;
+#endif
+    if (job->num_rows * job->length * job->head_dim * job->num_q_heads < 1 << 17) num_threads = 1;
+    team_run(num_threads, body, job);
+    return atomic_load(&job->done) == job->num_items ? 0 : -1;
 }
 
 /* Packs rows n0 .. n0+count of a [N, K] row-major weight into its panels. */

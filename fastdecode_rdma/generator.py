@@ -6,8 +6,9 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +19,18 @@ from fastdecode_rdma.engine.loop import EngineLoop
 from fastdecode_rdma.engine.setup import (
     EngineParts,
     GeneratorOptions,
+    as_path,
     build_engine,
+    is_integer,
     resolve_model_dir,
 )
 from fastdecode_rdma.engine.state import Request
-from fastdecode_rdma.errors import ConfigError, FastDecodeError
+from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.prompts import (
     CheckedPrompt,
     Prompt,
     PromptEncoder,
+    as_iterable,
     check_all,
     check_lazily,
     is_single_prompt,
@@ -60,10 +64,13 @@ class Generator:
             vocab_size=parts.model.config.vocab_size,
             max_model_len=parts.engine.options.max_model_len,
         )
+        self._worker_bytes = parts.engine.placement.largest_capacity()
         self._started = time.monotonic()
         self._loop = EngineLoop(
             parts.engine, reconnect=parts.reconnect, worker_wait_s=parts.worker_wait_s
         )
+        # A generator that is dropped without close() gives back its thread and its memory, too.
+        self._close = weakref.finalize(self, _shut_down, self._loop, parts)
 
     @classmethod
     def from_pretrained(
@@ -121,8 +128,12 @@ class Generator:
             deterministic=deterministic,
             timeout_s=timeout_s,
         )
+        if seed is not None and not is_integer(seed):
+            raise ConfigError(f"seed must be an integer, got {seed!r}")
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise ConfigError(f"chat_template must be text, got {type(chat_template).__name__}")
         directory = resolve_model_dir(path)
-        text_dir = directory if tokenizer is None else Path(tokenizer)
+        text_dir = directory if tokenizer is None else as_path("tokenizer", tokenizer)
         loaded = Tokenizer.from_directory(
             text_dir, chat_template=chat_template, required=tokenizer is not None
         )
@@ -150,13 +161,9 @@ class Generator:
         Raises:
             ConfigError: names every bad prompt by its index; nothing was started.
         """
-        if on_error not in ON_ERROR:
-            raise ConfigError(f"on_error must be one of {ON_ERROR}, got {on_error!r}")
+        source = self._submissions(prompts, params, on_error)
         return EventStream(
-            self._loop,
-            self._submissions(prompts, params),
-            lookahead=self._lookahead,
-            raise_errors=on_error == "raise",
+            self._loop, source, lookahead=self._lookahead, raise_errors=on_error == "raise"
         )
 
     def complete(
@@ -172,13 +179,13 @@ class Generator:
         Arguments and errors are those of `generate`; with on_error="event" a failed request's
         result has its `error` set.
         """
-        total = (
-            len(prompts)
-            if isinstance(prompts, Sequence) and not is_single_prompt(prompts)
-            else None
-        )
+        source = self._submissions(prompts, params, on_error)
+        total = None
+        if is_single_prompt(prompts):
+            total = 1
+        elif isinstance(prompts, Sequence):
+            total = len(prompts)
         collector = ResultCollector(total, use_tqdm=use_tqdm)
-        source = self._submissions(prompts, params)
         with (
             collector,
             EventStream(
@@ -196,27 +203,19 @@ class Generator:
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
+        on_error: str,
     ) -> Iterator[Submission]:
         """Checks a list at once, an iterable as it is pulled; yields what a stream submits."""
-        if self._parts.closed:
-            raise FastDecodeError("the generator is closed")
-        default = SamplingParams() if params is None else params
-        if is_single_prompt(prompts):
-            prompts = [prompts]  # type: ignore[list-item]
-            if not isinstance(default, (SamplingParams, list, tuple)):
-                default = list(default)
-        if isinstance(prompts, (dict, bytes)) or not isinstance(prompts, Iterable):
-            raise ConfigError(
-                f"{type(prompts).__name__} is no prompt; expected text, token ids, chat messages "
-                "or an iterable of them"
-            )
-        if not isinstance(default, (SamplingParams, Iterable)):
-            raise ConfigError(f"expected SamplingParams, got {type(default).__name__}")
-        if not isinstance(prompts, Sequence):
-            return self._lazy(prompts, default)
-        if not isinstance(default, SamplingParams):
-            default = list(default)
-        checked = check_all(prompts, default, self._encoder.encode, self._check_params)
+        self._loop.check()
+        if on_error not in ON_ERROR:
+            raise ConfigError(f"on_error must be one of {ON_ERROR}, got {on_error!r}")
+        each = SamplingParams() if params is None else params
+        if not isinstance(each, (SamplingParams, Iterable)) or isinstance(each, (str, Mapping)):
+            raise ConfigError(f"expected SamplingParams, got {type(each).__name__}")
+        several = [prompts] if is_single_prompt(prompts) else as_iterable(prompts)
+        if not isinstance(several, Sequence):
+            return self._lazy(several, each)
+        checked = check_all(several, each, self._encoder.encode, self._check_params)
         return map(self._request_maker, checked)
 
     def _lazy(
@@ -226,16 +225,28 @@ class Generator:
         for item in check_lazily(prompts, params, encode, check):
             yield item if isinstance(item, tuple) else self._request_maker(item)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, ids: np.ndarray) -> None:
         """What only this generator knows of parameters."""
         seats = self._parts.options.max_num_seqs
         if params.n > seats:
             raise ConfigError(f"n={params.n} is more than max_num_seqs={seats}")
         if params.stop and self._tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
+        outside = [t for t in params.stop_token_ids if t >= self._encoder.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"stop_token_ids holds {outside[0]}, which is outside the vocabulary of "
+                f"{self._encoder.vocab_size}"
+            )
+        needed = params.n * self._parts.engine.placement.bytes_for(len(ids) + 1)
+        if needed > self._worker_bytes:
+            raise ConfigError(
+                f"n={params.n} samples of a prompt of {len(ids)} tokens need {needed} bytes of "
+                f"KV-cache on one worker, and the largest has {self._worker_bytes}"
+            )
 
     def _request_maker(self, prompt: CheckedPrompt) -> MakeRequest:
-        params = prompt.params
+        params, tokenizer = prompt.params, self._tokenizer
         room = self._encoder.max_model_len - len(prompt.ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
 
@@ -247,19 +258,12 @@ class Generator:
                 params=params,
                 seed=seed,
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-                make_detokenizer=lambda: self._make_detokenizer(params, prompt.ids),
+                make_detokenizer=partial(_make_detokenizer, tokenizer, params, prompt.ids),
                 deliver=deliver,
                 fail=fail,
             )
 
         return make
-
-    def _make_detokenizer(
-        self, params: SamplingParams, ids: np.ndarray
-    ) -> IncrementalDetokenizer | None:
-        if self._tokenizer is None:
-            return None
-        return self._tokenizer.detokenizer(params, prompt_ids=ids.tolist())
 
     # -- the rest
 
@@ -283,18 +287,15 @@ class Generator:
         """Where the time went so far, and what the workers say of themselves.
 
         `dense_s`, `attention_s`, `transport_s`, `python_s`: seconds of the engine thread in the
-        model's
-        layers, in the attention kernel (as the workers report it), in the rest of the exchange, and
-        in
-        scheduling, sampling and bookkeeping; `prefill_s` of prompts, whatever in.
+        model's layers, in the attention kernel (as the workers report it), in the rest of the
+        exchange, and in scheduling, sampling and bookkeeping; `prefill_s` of prompts, whatever in.
         """
         elapsed = time.monotonic() - self._started
         return {"elapsed_s": elapsed, **self._parts.stats()}
 
     def close(self) -> None:
         """Ends running requests, closes connections and frees memory. Idempotent and bounded."""
-        self._loop.close()
-        self._parts.close()
+        self._close()
 
     def __enter__(self) -> Generator:
         return self
@@ -308,12 +309,29 @@ class Generator:
         self.close()
 
 
+def _make_detokenizer(
+    tokenizer: Tokenizer | None, params: SamplingParams, ids: np.ndarray
+) -> IncrementalDetokenizer | None:
+    if tokenizer is None:
+        return None
+    return tokenizer.detokenizer(params, prompt_ids=ids.tolist())
+
+
+def _shut_down(loop: EngineLoop, parts: EngineParts) -> None:
+    loop.close()
+    parts.close()
+
+
 def _as_addresses(workers: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(workers, str):
-        raise ConfigError(f"workers must be a list of addresses, got the text {workers!r}")
-    if not workers:
+    if isinstance(workers, (str, bytes, Mapping)) or not isinstance(workers, Iterable):
+        raise ConfigError(f"workers must be a list of addresses, got {workers!r}")
+    addresses = tuple(workers)
+    if not addresses:
         raise ConfigError("workers is an empty list; give addresses, or None to embed a worker")
-    return tuple(workers)
+    for address in addresses:
+        if not isinstance(address, str):
+            raise ConfigError(f"workers must hold addresses as text, got {address!r}")
+    return addresses
 
 
 __all__ = ["Generator", "RequestOutput", "SamplingParams", "TokenEvent"]

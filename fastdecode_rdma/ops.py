@@ -3,10 +3,8 @@
 `reference.ReferenceOps` has the same methods in plain torch: it is the oracle. Models call nothing
 else.
 Which GEMM runs is measured at load for every weight shape: the packed kernel of this package,
-torch's
-library or numpy's. The packed kernel sums in one fixed order, so its row bits do not depend on the
-batch;
-deterministic mode therefore uses it alone.
+torch's library or numpy's. The packed kernel sums in one fixed order, so its row bits do not depend
+on the batch; deterministic mode therefore uses it alone.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastdecode_rdma.config import KVGroup
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.reference import RopeTable
 
 try:
-    from fastdecode_rdma import _dense
+    from fastdecode_rdma import _dense, _team
 except ImportError as exc:
     raise ImportError(
         "compiled kernels not found: run `pip install -e .`, or leave the checkout directory"
@@ -97,7 +96,7 @@ class CpuOps:
         self.gemm_choices: dict[tuple[int, int, str], GemmChoice] = {}
         self._flat: dict[str, Tensor] = {}
         self._views: dict[tuple[str, int, int], Tensor] = {}
-        _dense.share_thread_pool()
+        _dense.bind_team(_team.address())
 
     # -- weights
 
@@ -285,8 +284,16 @@ class CpuOps:
         return out
 
     def add_(self, x: Tensor, y: Tensor) -> Tensor:
-        """x += y, in place."""
-        return x.add_(y)
+        """x += y, in place. By numpy: torch would wake threads that then spin beside ours."""
+        total = x.numpy()
+        np.add(total, y.numpy(), out=total)
+        return x
+
+    def scale_(self, x: Tensor, factor: float) -> Tensor:
+        """x *= factor, in place; by numpy, as add_."""
+        total = x.numpy()
+        np.multiply(total, np.float32(factor), out=total)
+        return x
 
     def qkv_rows(
         self,
@@ -314,6 +321,31 @@ class CpuOps:
             0 if rope is None else rope.cos.data_ptr(), 0 if rope is None else rope.sin.data_ptr(),
             _address(q_norm), _address(k_norm), qkv.shape[0], num_q_heads, num_kv_heads, head_dim,
             0 if rope is None else rope.cos.shape[1], eps, float(unit_offset), self.num_threads,
+        )  # fmt: skip
+        return out
+
+    def attend(
+        self,
+        q: Tensor,  # [T, Hq * D], the last T tokens of the context; rows may be strided
+        keys: Tensor,  # [L, Hkv * D]
+        values: Tensor,  # [L, Hkv * D]
+        group: KVGroup,
+        *,
+        scale: float,
+        softcap: float | None,
+        out: Tensor,  # [T, Hq * D]
+    ) -> Tensor:
+        """Causal attention of a prompt's chunk over its own context: window, grouped heads,
+        softcap.
+
+        A row's bits do not depend on the chunk it comes in. This is the prefill's attention; decode
+        attends in the workers.
+        """
+        _dense.attend(
+            q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), keys.stride(0),
+            out.data_ptr(), out.stride(0), q.shape[0], keys.shape[0], group.num_q_heads,
+            group.num_kv_heads, group.head_dim, group.window or 0, scale, softcap or 0.0,
+            self.num_threads,
         )  # fmt: skip
         return out
 

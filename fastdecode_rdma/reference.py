@@ -110,6 +110,10 @@ class ReferenceOps:
         """Adds y to x in place and returns x."""
         return x.add_(y)
 
+    def scale_(self, x: Tensor, factor: float) -> Tensor:
+        """Multiplies x by a number in place and returns x."""
+        return x.mul_(factor)
+
     def add_rms_norm(
         self,
         x: Tensor,  # [T, H]

@@ -39,10 +39,8 @@ class EventStream(Iterator[TokenEvent]):
     """Iterates over the events of some requests, in the order in which they happen.
 
     Prompts are pulled and submitted by the thread that iterates, `lookahead` ahead of what the
-    engine has
-    finished, so an endless source is fine. Leaving the loop early, `close()` or losing the last
-    reference
-    cancels what is left and frees its memory.
+    engine has finished, so an endless source is fine. Leaving the loop early, `close()` or losing
+    the last reference cancels what is left and frees its memory.
     """
 
     def __init__(
@@ -64,6 +62,9 @@ class EventStream(Iterator[TokenEvent]):
         self._open: dict[int, _Progress] = {}
         self._error: FastDecodeError | None = None
         self._closed = False
+        arrived = self._arrived
+        # No method of the stream: requests that refer to it would keep an abandoned one alive.
+        self._report: Fail = lambda index, error: arrived.put((index, error))
         self._top_up()
 
     def __iter__(self) -> EventStream:
@@ -76,17 +77,20 @@ class EventStream(Iterator[TokenEvent]):
             FastDecodeError: with on_error="raise", the first error, once all other requests are
             done.
         """
-        while not self._ready:
-            if self._closed:
-                raise StopIteration
-            self._top_up()
-            if not self._open:
-                self.close()
-                if self._error is not None:
-                    raise self._error
-                raise StopIteration
-            self._wait()
-        return self._ready.popleft()
+        try:
+            while not self._ready:
+                if self._closed:
+                    raise StopIteration
+                self._top_up()
+                if self._ready:
+                    break
+                if not self._open:
+                    raise StopIteration if self._error is None else self._error
+                self._wait()
+            return self._ready.popleft()
+        except BaseException:  # the end, a failure, Ctrl-C, whatever the source of prompts raised
+            self.close()
+            raise
 
     def close(self) -> None:
         """Cancels what is not finished. Idempotent."""
@@ -115,7 +119,7 @@ class EventStream(Iterator[TokenEvent]):
 
     def _top_up(self) -> None:
         """Submits prompts until `lookahead` sequences are under way or the source is dry."""
-        while self._source is not None and self._num_open() < self._lookahead:
+        while self._source is not None and self._num_open() + len(self._ready) < self._lookahead:
             submission = next(self._source, None)
             if submission is None:
                 self._source = None
@@ -123,7 +127,7 @@ class EventStream(Iterator[TokenEvent]):
             if isinstance(submission, tuple):
                 self._record_failure(*submission, texts=[])
                 continue
-            request = submission(self._arrived.put, self._fail)
+            request = submission(self._arrived.put, self._report)
             count = request.params.n
             self._open[request.index] = _Progress(request, count, [""] * count)
             self._loop.submit(request)
@@ -131,15 +135,13 @@ class EventStream(Iterator[TokenEvent]):
     def _num_open(self) -> int:
         return sum(progress.unfinished for progress in self._open.values())
 
-    def _fail(self, index: int, error: FastDecodeError) -> None:
-        """Called by the engine thread."""
-        self._arrived.put((index, error))
-
     def _wait(self) -> None:
         """Takes one batch of events or one failure off the queue."""
         try:
             item = self._arrived.get(timeout=WAIT_S)
         except queue.Empty:
+            if not self._loop.is_alive() and self._arrived.empty():
+                self._loop.check()  # nothing more will come
             return
         if isinstance(item, tuple):
             self._take_failure(*item)

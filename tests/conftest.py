@@ -21,7 +21,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != CHECKOUT]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Tests start worker processes beside torch on few cores: a thread that waits must give way to them.
+# torch's own threads (transformers, the oracles) must give way to worker processes while they wait.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 

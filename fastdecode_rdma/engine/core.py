@@ -1,27 +1,32 @@
 """The engine: one step at a time, continuous batching, recovery from lost workers.
 
 All methods are called by one thread. A step never leaves half a state behind: cache lengths and ids
-move
-only after its logits are there, so a failed step is simply run again.
+move only after its logits are there, so a failed step is simply run again.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 
 from fastdecode_rdma.attention.backend import AttentionBackend
-from fastdecode_rdma.attention.placement import Placement
 from fastdecode_rdma.config import StepCode
+from fastdecode_rdma.engine.admission import CautiousPlacement
 from fastdecode_rdma.engine.decode import DecodeRunner, build_batch
-from fastdecode_rdma.engine.outputs import accept_token
+from fastdecode_rdma.engine.outputs import accept_token, failed_by, non_finite
 from fastdecode_rdma.engine.prefill import PrefillItem, PrefillJob
-from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, Request
+from fastdecode_rdma.engine.state import (
+    EngineCounters,
+    EngineOptions,
+    LiveSequence,
+    Request,
+    RunningPrefill,
+)
 from fastdecode_rdma.errors import (
     CacheFullError,
     FastDecodeError,
@@ -33,33 +38,12 @@ from fastdecode_rdma.sampling import sample
 from fastdecode_rdma.scheduler import Job, Scheduler
 from fastdecode_rdma.sequence import TokenEvent
 
+logger = logging.getLogger(__name__)
+
 DECODE_TABLE = 0
 STALL_POLL_S = 0.02
 """How long an engine that can do nothing (other engines hold the workers' memory) waits between
 looks."""
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Totals since the start; seconds are the engine thread's."""
-
-    steps: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    preemptions: int = 0
-    recoveries: int = 0
-    step_s: float = 0.0
-    prefill_s: float = 0.0
-    sample_s: float = 0.0
-
-
-@dataclass(slots=True)
-class RunningPrefill:
-    """A prefill job on its way through the layers."""
-
-    job: PrefillJob
-    cells: Iterator[int]
-    members: list[LiveSequence] = field(default_factory=list)
 
 
 class Engine:
@@ -69,7 +53,7 @@ class Engine:
         self,
         model: DecoderModel,
         backend: AttentionBackend,
-        placement: Placement,
+        placement: CautiousPlacement,
         scheduler: Scheduler,
         options: EngineOptions,
     ) -> None:
@@ -83,9 +67,11 @@ class Engine:
         self._live: dict[int, LiveSequence] = {}
         self._gangs: list[tuple[int, ...]] = []  # admitted, prefill not begun
         self._prefill: RunningPrefill | None = None
+        self._lost_workers: set[int] = set()
         self._next_handle = 1
         self._step = 0
         self._stalled_since: float | None = None
+        self.stopping = False  # set by who closes: a long prefill ends between two cells
         self._outbox: list[Callable[[], None]] = []  # what callers hear once the step is booked
 
     # -- requests
@@ -93,18 +79,23 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a validated request."""
         jobs = []
-        for sample_index in range(request.params.n):
+        try:
+            detokenizers = [request.make_detokenizer() for _ in range(request.params.n)]
+        except Exception as error:
+            request.fail(request.index, failed_by(request, error))
+            return
+        for sample_index, detokenizer in enumerate(detokenizers):
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             prompt_len = len(request.prompt_ids)
             job = Job(handle, prompt_len, prompt_len, request.max_tokens, handle)
-            seq = LiveSequence(handle, request, sample_index, job, request.make_detokenizer())
+            seq = LiveSequence(handle, request, sample_index, job, detokenizer)
             self._live[handle] = seq
             request.sequences.append(seq)
             jobs.append(job)
         self.scheduler.add(jobs)
 
     def cancel(self, request: Request) -> None:
-        """Drops what is left of a request; its memory is free after the current step."""
+        """Drops what is left of a request and frees its memory."""
         self._drop([seq for seq in request.sequences if seq.handle in self._live])
 
     def has_work(self) -> bool:
@@ -125,6 +116,8 @@ class Engine:
             else:
                 held.append(seq)
         self._free(held)
+        if self._prefill is not None and all(seq.cancelled for seq in self._prefill.members):
+            self._abort_prefill()  # nobody waits for it
 
     def _free(self, sequences: list[LiveSequence]) -> None:
         per_worker: dict[int, list[int]] = {}
@@ -144,11 +137,19 @@ class Engine:
         self._outbox.append(partial(request.fail, request.index, error))
 
     def fail_all(self, error: FastDecodeError) -> None:
-        """Ends every request with the same error."""
-        self._prefill = None
-        for request in {seq.request for seq in self._live.values()}:
-            self._fail_request(request, error)
-        self._deliver()
+        """Ends every request with the same error. Never raises: what cannot be freed now is freed
+        with the connections."""
+        requests = dict.fromkeys(seq.request for seq in self._live.values())
+        self._outbox.extend(partial(request.fail, request.index, error) for request in requests)
+        try:
+            if self._prefill is not None:
+                self._abort_prefill()
+            self._drop(list(self._live.values()))
+        except Exception:
+            logger.exception("sequences could not be freed")
+            self._live.clear()
+        finally:
+            self._deliver()
 
     # -- one step
 
@@ -173,6 +174,7 @@ class Engine:
     def _step_once(self) -> bool:
         if not self.placement.has_workers():
             raise WorkerLostError("(all)", "no attention worker is left")
+        self.placement.begin_step()
         plan = self.scheduler.schedule(self.placement)
         for handle in plan.preempted:
             self._preempt(self._live[handle])
@@ -186,24 +188,30 @@ class Engine:
         return worked
 
     def _watch_stall(self, worked: bool) -> None:
-        """Fails the first request in line when nothing has moved for timeout_s."""
-        if worked or not self._live:
+        """Waits a little when nothing could be done."""
+        if not self._live:
             self._stalled_since = None
-            return
+        elif not worked:
+            if not self.placement.is_holding():
+                self._note_stall("the living workers have no room for it")
+            time.sleep(STALL_POLL_S)
+
+    def _note_stall(self, why: str) -> None:
+        """Fails the first request in line when there has been no new token for timeout_s."""
         now = time.monotonic()
         if self._stalled_since is None:
             self._stalled_since = now
-        if now - self._stalled_since > self.options.timeout_s:
-            self._stalled_since = None
+        if now - self._stalled_since > self.options.timeout_s and self._live:
             seq = next(iter(self._live.values()))
+            needed = self.placement.bytes_for(seq.num_tokens + 1)
             self._fail_request(
                 seq.request,
                 CacheFullError(
-                    f"no worker had room for {seq.num_tokens} tokens within "
-                    f"{self.options.timeout_s:g} s; other engines hold the memory"
+                    f"request {seq.request.index}: no worker had room for {seq.num_tokens + 1} "
+                    f"tokens ({needed} bytes) within {self.options.timeout_s:g} s: {why}",
+                    needed_bytes=needed,
                 ),
             )
-        time.sleep(STALL_POLL_S)
 
     def _next_step(self) -> int:
         self._step = (self._step + 1) & 0xFFFFFFFF
@@ -214,7 +222,8 @@ class Engine:
         self.counters.preemptions += 1
         if self._prefill is not None and seq in self._prefill.members:
             self._abort_prefill()
-        self._gangs = [gang for gang in self._gangs if seq.handle not in gang]
+        # its siblings, if it has any, stay in line
+        self._gangs = [tuple(h for h in gang if h != seq.handle) for gang in self._gangs]
         self._free([seq])
         seq.lose_cache()
 
@@ -226,11 +235,19 @@ class Engine:
             return False
         started = time.perf_counter()
         budget = self.options.max_num_batched_tokens * self.model.config.num_layers
-        while budget > 0 and (self._prefill is not None or self._gangs):
+        while budget > 0 and not self.stopping and (self._prefill is not None or self._gangs):
             if self._prefill is None:
                 self._prefill = self._start_prefill()
                 continue
-            rows = next(self._prefill.cells, None)
+            try:
+                rows = next(self._prefill.cells, None)
+            except WorkerLostError:
+                self._abort_prefill()
+                raise
+            except StepError as refusal:
+                self._abort_prefill()
+                self._note_refusal(refusal)
+                break  # those that decode go on
             if rows is None:
                 self._finish_prefill()
             else:
@@ -270,6 +287,7 @@ class Engine:
         running, self._prefill = self._prefill, None
         assert running is not None and running.job.logits is not None
         self.counters.prompt_tokens += running.job.num_tokens
+        self.placement.accepted()
         rows: list[int] = []
         samplers: list[LiveSequence] = []
         cancelled = [seq for seq in running.members if seq.cancelled]
@@ -310,7 +328,7 @@ class Engine:
             zip(batch.sequences, batch.counts, finite, strict=True)
         ):
             if not fine:
-                self._fail_request(seq.request, _non_finite(seq, "attention inputs or outputs"))
+                self._fail_request(seq.request, non_finite(seq, "attention inputs or outputs"))
                 continue
             seq.kv_len += count
             if seq.kv_len == seq.num_tokens:
@@ -338,13 +356,18 @@ class Engine:
         )
         events: dict[Request, list[TokenEvent]] = {}
         finished: list[LiveSequence] = []
-        overflown: list[LiveSequence] = []
+        failed: list[tuple[LiveSequence, FastDecodeError]] = []
         for row, seq in enumerate(sequences):
             if not sampled.finite[row]:
-                overflown.append(seq)
+                failed.append((seq, non_finite(seq, "logits")))
                 continue
-            event = accept_token(seq, sampled, row, self.options)
+            try:
+                event = accept_token(seq, sampled, row, self.options)
+            except Exception as error:  # a tokenizer that cannot decode ends its own request only
+                failed.append((seq, failed_by(seq.request, error)))
+                continue
             self.counters.tokens += 1
+            self._stalled_since = None
             events.setdefault(seq.request, []).append(event)
             if event.finish_reason is not None:
                 finished.append(seq)
@@ -352,9 +375,9 @@ class Engine:
         self._drop(finished)
         for request, batch in events.items():
             self._outbox.append(partial(request.deliver, batch))
-        for seq in overflown:
+        for seq, error in failed:
             if seq.handle in self._live:  # a sibling may have failed the request already
-                self._fail_request(seq.request, _non_finite(seq, "logits"))
+                self._fail_request(seq.request, error)
 
     # -- failures
 
@@ -365,10 +388,12 @@ class Engine:
             self._recover_step(error)
             return
         assert isinstance(error, WorkerLostError)
-        self.counters.recoveries += 1
         worker = error.worker_index
         if worker is None:
             raise error
+        if worker not in self._lost_workers:  # freeing what it held may find it lost once more
+            self._lost_workers.add(worker)
+            self.counters.recoveries += 1
         self.placement.lose_worker(worker)
         if self._prefill is not None and any(s.worker == worker for s in self._prefill.members):
             self._abort_prefill()
@@ -391,24 +416,32 @@ class Engine:
         return True
 
     def _recover_step(self, error: StepError) -> None:
-        """A worker whose memory other engines use refuses a step: the youngest sequence there gives
-        way."""
+        """A worker whose memory other engines use refuses a decode step: what is being prefilled
+        there gives way, else the youngest sequence.
+
+        Raises:
+            StepError: the same, if it is about anything else.
+        """
         if error.code != StepCode.CACHE_FULL:
             raise error
-        if self._prefill is not None:
+        worker = error.worker_index
+        if self._prefill is not None and any(s.worker == worker for s in self._prefill.members):
             self._abort_prefill()
-            return
-        there = [
-            seq for seq in self._live.values() if seq.worker == error.worker_index and seq.ready
-        ]
-        if there:
-            youngest = max(there, key=lambda seq: seq.job.arrival)
-            self.scheduler.requeue(youngest.handle)
-            self._preempt(youngest)
+        else:
+            there = [seq for seq in self._live.values() if seq.worker == worker and seq.ready]
+            if there:
+                youngest = max(there, key=lambda seq: seq.job.arrival)
+                self.scheduler.requeue(youngest.handle)
+                self._preempt(youngest)
+        self._note_refusal(error)
 
+    def _note_refusal(self, error: StepError) -> None:
+        """Lets a worker without room rest.
 
-def _non_finite(seq: LiveSequence, where: str) -> FastDecodeError:
-    return FastDecodeError(
-        f"request {seq.request.index}: non-finite {where} at token {seq.num_tokens}; "
-        "the weights or the KV dtype overflow (try dtype='float32' or kv_cache_dtype='fp32')"
-    )
+        Raises:
+            StepError: the same, if it is about anything else.
+        """
+        if error.code != StepCode.CACHE_FULL:
+            raise error
+        self.placement.refused(error.worker_index)
+        self._note_stall(str(error))

@@ -1,12 +1,12 @@
 """The engine thread: takes commands, steps while there is work, sleeps otherwise.
 
 A thread of its own keeps one OpenMP team for all callers, lets several iterators share the batch,
-and lets
-Ctrl-C interrupt a waiting caller without tearing a step apart.
+and lets Ctrl-C interrupt a waiting caller without tearing a step apart.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from fastdecode_rdma.engine.core import Engine
 from fastdecode_rdma.engine.state import Request
 from fastdecode_rdma.errors import FastDecodeError, WorkerLostError
+
+logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 10.0
 """close() waits this long for the step under way."""
@@ -54,12 +56,25 @@ class EngineLoop:
                 self._commands.append(lambda: self.engine.cancel(request))
                 self._wake.notify()
 
-    def _send(self, command: Callable[[], None]) -> None:
+    def is_alive(self) -> bool:
+        """Whether requests are still worked on. Once they are not, all have been told why."""
+        return self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raises what `submit` would.
+
+        Raises:
+            FastDecodeError: the engine has been closed or has failed.
+        """
         with self._wake:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
                 raise FastDecodeError("the generator is closed")
+
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._wake:  # reentrant
+            self.check()
             self._commands.append(command)
             self._wake.notify()
 
@@ -67,6 +82,7 @@ class EngineLoop:
         """Stops the thread after the step under way. Idempotent and bounded."""
         with self._wake:
             self._closing = True
+            self.engine.stopping = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_GRACE_S)
@@ -76,12 +92,16 @@ class EngineLoop:
             while self._take_commands():
                 self._step()
             self.engine.fail_all(FastDecodeError("the generator was closed"))
-        except Exception as exc:  # whatever it was, every waiting caller must hear of it
+        except BaseException as exc:  # whatever it was, every waiting caller must hear of it
             error = exc if isinstance(exc, FastDecodeError) else _wrap(exc)
+            if error is not exc:
+                logger.error("the engine failed", exc_info=exc)
             with self._wake:
                 self._failure = error
-            self._take_commands(block=False)
-            self.engine.fail_all(error)
+            try:
+                self._take_commands(block=False)
+            finally:
+                self.engine.fail_all(error)
 
     def _take_commands(self, *, block: bool = True) -> bool:
         """Runs queued commands; waits for one when there is no work. False when closing."""
@@ -117,11 +137,12 @@ class EngineLoop:
                     "(all)", f"no attention worker came back within {self._worker_wait_s:g} s"
                 )
             )
+            self._no_worker_since = None  # later requests wait as long
             return
         time.sleep(min(0.1, self._worker_wait_s / 10))
 
 
-def _wrap(exc: Exception) -> FastDecodeError:
+def _wrap(exc: BaseException) -> FastDecodeError:
     error = FastDecodeError(f"the engine failed: {type(exc).__name__}: {exc}")
     error.__cause__ = exc
     return error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastdecode_rdma.engine.state import EngineOptions, LiveSequence
+from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, Request
+from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.sampling import SampledTokens
 from fastdecode_rdma.sequence import Logprob, TokenEvent
 
@@ -60,3 +61,18 @@ def _top_logprobs(
         for token_id, logprob in top.items():
             logprob.decoded_token = options.decode_token(token_id)
     return top
+
+
+def failed_by(request: Request, error: Exception) -> FastDecodeError:
+    """Returns the error of a request that something outside the engine ended."""
+    wrapped = FastDecodeError(f"request {request.index}: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def non_finite(seq: LiveSequence, where: str) -> FastDecodeError:
+    """Returns the error of a request whose values overflowed."""
+    return FastDecodeError(
+        f"request {seq.request.index}: non-finite {where} at token {seq.num_tokens}; "
+        "the weights or the KV dtype overflow (try dtype='float32' or kv_cache_dtype='fp32')"
+    )

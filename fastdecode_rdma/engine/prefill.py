@@ -1,16 +1,12 @@
 """Prefill on the dense side, layer-major, with bounded memory.
 
 For one layer, all chunks of all prompts of the job; that layer's K/V is kept while its chunks
-attend, is
-streamed to the workers, and its memory serves the next layer. So a job holds the hidden states of
-its
-tokens and the K/V of one layer, whatever the depth of the model (`peak_bytes` says how much).
+attend, is streamed to the workers, and its memory serves the next layer. So a job holds the hidden
+states of its tokens and the K/V of one layer, whatever the depth of the model (`peak_bytes` says
+how much).
 
 The unit of work is a *cell*: one layer of one group of chunks. `cells()` yields after each, so the
-engine
-decides how many run between two decode steps. A prompt's chunk borders are multiples of
-CHUNK_TOKENS within
-the prompt: its bits depend on nothing else in the job.
+engine decides how many run between two decode steps.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastdecode_rdma.attention.backend import AttentionBackend
@@ -67,28 +62,25 @@ def split_into_cells(items: Sequence[PrefillItem]) -> list[Cell]:
 
 
 def peak_bytes(num_tokens: int, model: DecoderModel) -> int:
-    """Bound on what a job of num_tokens (one prompt) allocates at once, weights aside, in bytes.
+    """Bound on what a job of num_tokens allocates at once, weights aside, in bytes.
 
-    Hidden states and positions of all tokens, K and V of one layer, and for one chunk: the
-    projections,
-    the attention mask over the whole context (fp32, and its boolean source) and the outputs.
+    Of all tokens: hidden states, ids, positions, and K and V of one layer. Of one chunk: hidden
+    states and norms, rows [q | k | v], attention outputs, and the MLP's activations.
     """
     config, groups = model.config, model.config.kv_groups
     kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
     row_width = max(group.row_width for group in groups)
-    chunk = min(num_tokens, CHUNK_TOKENS)
-    per_token = 4 * config.hidden_size + 8 + 8 + 2 * 4 * kv_width
-    per_chunk_row = 4 * (6 * config.hidden_size + 4 * row_width + 4 * config.intermediate_size)
-    return num_tokens * per_token + chunk * (per_chunk_row + num_tokens * (4 + 4 + 1))
+    per_token = 4 * config.hidden_size + 2 * 8 + 2 * 4 * kv_width
+    per_row = 4 * (4 * config.hidden_size + 2 * row_width + 4 * config.intermediate_size)
+    return num_tokens * per_token + min(num_tokens, CHUNK_TOKENS) * per_row
 
 
 class PrefillJob:
     """Runs the prompts of `items` through the model and uploads their K/V.
 
     After the last cell, `logits` is [num_items, V]: those of each prompt's last token, and every
-    handle is
-    ready to decode. Errors of the backend pass through; the job is then worthless and may be
-    dropped.
+    handle is ready to decode. Errors of the backend pass through; the job is then worthless and may
+    be dropped.
     """
 
     def __init__(
@@ -146,7 +138,7 @@ class PrefillJob:
             part = self.model.embed(token_ids[rows], positions[rows])
             if hidden is None:
                 hidden = torch.empty(self.num_tokens, part.shape[1], dtype=part.dtype)
-            hidden[rows] = part
+            hidden.numpy()[rows] = part.numpy()
         assert hidden is not None  # a prompt has at least one token
         return hidden
 
@@ -168,12 +160,13 @@ class PrefillJob:
         q_width, kv_width = group.out_width, group.num_kv_heads * group.head_dim
         keys = keys[: self.num_tokens * kv_width].view(self.num_tokens, kv_width)
         values = values[: self.num_tokens * kv_width].view(self.num_tokens, kv_width)
-        keys[rows] = qkv[:, q_width : q_width + kv_width]
-        values[rows] = qkv[:, q_width + kv_width :]
+        # numpy copies: torch would wake threads of its own, which then spin beside ours
+        keys.numpy()[rows] = qkv.numpy()[:, q_width : q_width + kv_width]
+        values.numpy()[rows] = qkv.numpy()[:, q_width + kv_width :]
         out = torch.empty(cell.num_rows, q_width, dtype=x.dtype)
         for item, start, stop in cell.pieces:
             at = item.first_row + start - cell.first_row
-            attend_chunk(
+            self.model.ops.attend(
                 qkv[at : at + stop - start, :q_width],
                 keys[item.first_row : item.first_row + stop],
                 values[item.first_row : item.first_row + stop],
@@ -185,7 +178,7 @@ class PrefillJob:
             self._upload(layer, group, item, start, stop, keys, values)
         done = self.model.post_attention(layer, x, out)
         if done.data_ptr() != x.data_ptr():
-            hidden[rows] = done
+            hidden.numpy()[rows] = done.numpy()
 
     def _upload(
         self,
@@ -213,54 +206,3 @@ class PrefillJob:
             values[row].data_ptr(),
             stop - start,
         )
-
-
-def attend_chunk(
-    q: Tensor,  # [T, Hq * D], the last T tokens of the context
-    keys: Tensor,  # [L, Hkv * D]
-    values: Tensor,  # [L, Hkv * D]
-    group: KVGroup,
-    *,
-    scale: float,
-    softcap: float | None,
-    out: Tensor,  # [T, Hq * D]
-) -> None:
-    """Causal attention of a chunk over its own context, window and grouped heads included; fills
-    `out`."""
-    num_rows, length, dim = q.shape[0], keys.shape[0], group.head_dim
-    first = 0  # the first key that any row of the chunk sees
-    if group.window is not None:
-        first = max(0, length - num_rows - group.window + 1)
-    ratio = group.num_q_heads // group.num_kv_heads
-    # KV heads as batch, the group's query heads as heads: K and V are shared by a stride of 0, not
-    # copied
-    heads = q.view(num_rows, group.num_kv_heads, ratio, dim).permute(1, 2, 0, 3)
-    k = keys[first:].view(length - first, group.num_kv_heads, 1, dim).permute(1, 2, 0, 3)
-    v = values[first:].view(length - first, group.num_kv_heads, 1, dim).permute(1, 2, 0, 3)
-    k = k.expand(-1, ratio, -1, -1)
-    v = v.expand(-1, ratio, -1, -1)
-    whole = num_rows == length and (group.window is None or group.window >= length)
-    mask = (
-        None if whole and softcap is None else _causal_mask(num_rows, length, first, group.window)
-    )
-    if softcap is None:
-        result = F.scaled_dot_product_attention(
-            heads, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-    else:
-        scores = torch.matmul(heads, k.transpose(-1, -2)) * scale
-        scores = torch.tanh(scores / softcap) * softcap + mask
-        result = torch.matmul(torch.softmax(scores, dim=-1), v)
-    out.view(num_rows, group.num_kv_heads, ratio, dim).copy_(result.permute(2, 0, 1, 3))
-
-
-def _causal_mask(num_rows: int, length: int, first: int, window: int | None) -> Tensor:
-    """Additive mask [T, L - first]: 0 where row i (token length - T + i) sees key first + j, else
-    -inf."""
-    rows = torch.arange(length - num_rows, length).unsqueeze(1)
-    columns = torch.arange(first, length).unsqueeze(0)
-    hidden = columns > rows
-    if window is not None:
-        hidden |= columns <= rows - window
-    mask = torch.zeros(num_rows, length - first)
-    return mask.masked_fill_(hidden, float("-inf"))

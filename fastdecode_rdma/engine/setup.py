@@ -9,16 +9,18 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastdecode_rdma.attention.backend import AttentionBackend, WorkerLink
 from fastdecode_rdma.attention.local import LocalWorker
-from fastdecode_rdma.attention.placement import Placement
 from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker, open_sessions
 from fastdecode_rdma.config import AttentionGeometry, dtype_name
+from fastdecode_rdma.engine.admission import CautiousPlacement
 from fastdecode_rdma.engine.core import Engine
 from fastdecode_rdma.engine.state import EngineOptions
 from fastdecode_rdma.errors import ConfigError, FastDecodeError
@@ -73,10 +75,25 @@ class GeneratorOptions:
             value = getattr(self, name)
             if value is None and name == "max_model_len":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            if not is_integer(value) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < math.inf:
+            object.__setattr__(self, name, int(value))
+        if (
+            isinstance(self.timeout_s, bool)
+            or not isinstance(self.timeout_s, Real)
+            or not 0 < self.timeout_s < math.inf
+        ):
             raise ConfigError(f"timeout_s must be a positive number, got {self.timeout_s!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
+        for name in ("dtype", "kv_cache_dtype"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name} must be a name such as 'auto' or 'float32', got "
+                    f"{getattr(self, name)!r}"
+                )
+        if self.token_file is not None:
+            as_path("token_file", self.token_file)
         if self.device not in (None, "cpu"):
             raise ConfigError(
                 f"device={self.device!r}: this version runs the dense layers on 'cpu' only"
@@ -92,16 +109,37 @@ class GeneratorOptions:
     @classmethod
     def checked(cls, unknown: Mapping[str, object], **known: Any) -> GeneratorOptions:
         """Refuses unknown keyword arguments, naming the nearest of ours."""
-        for name in unknown:
-            from fastdecode_rdma.generator import Generator
-
-            ours = [*inspect.signature(Generator.from_pretrained).parameters]
-            ours = [n for n in ours if n not in ("unknown", "cls")]
-            near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, ours, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; expected one of {ours}"
-            raise ConfigError(f"unknown argument {name!r}{hint}")
+        if unknown:
+            raise ConfigError("; ".join(map(_explain_unknown, unknown)))
         assert {f.name for f in fields(cls)} == set(known)
         return cls(**known)
+
+
+def _explain_unknown(name: str) -> str:
+    from fastdecode_rdma.generator import Generator
+
+    ours = [*inspect.signature(Generator.from_pretrained).parameters]
+    ours = [n for n in ours if n not in ("unknown", "cls")]
+    near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, ours, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {ours}"
+    return f"unknown argument {name!r}; {hint}"
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value can stand for an integer: Python's or numpy's, no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def as_path(name: str, value: object) -> Path:
+    """Returns an argument as a path, `~` expanded.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    text = value if isinstance(value, str) else getattr(value, "__fspath__", lambda: None)()
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} must be a path, got {value!r}")
+    return Path(os.path.expanduser(text))
 
 
 @dataclass(slots=True)
@@ -130,6 +168,9 @@ class EngineParts:
             except FastDecodeError as error:
                 logger.info("worker %s is not back: %s", address, error)
                 continue
+            if self.closed:
+                link.close()
+                return False
             self.backend.add_worker(link)
             self.engine.placement.add_worker(link.info.capacity_bytes)
             back = True
@@ -181,10 +222,10 @@ def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: neither is there. Nothing is downloaded.
     """
-    directory = Path(path).expanduser()
-    if directory.is_dir():
+    directory = as_path("path", path)
+    if os.path.isdir(directory):  # unlike Path.is_dir, False also for names that are too long
         return directory
-    if directory.is_file():
+    if os.path.isfile(directory):
         raise ConfigError(
             f"{directory} is a file; expected a model directory (`fastdecode convert` makes one "
             "of a GGUF file)"
@@ -193,7 +234,7 @@ def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     repo = hub / ("models--" + str(path).replace("/", "--"))
     ref = repo / "refs" / "main"
-    if ref.is_file():
+    if os.path.isfile(ref):
         snapshot = repo / "snapshots" / ref.read_text().strip()
         if snapshot.is_dir():
             return snapshot
@@ -261,7 +302,7 @@ def _assemble(
 ) -> EngineParts:
     geometry = backend.geometry
     infos = [backend.info(worker) for worker in range(backend.num_workers)]
-    placement = Placement(geometry, [info.capacity_bytes for info in infos])
+    placement = CautiousPlacement(geometry, [info.capacity_bytes for info in infos])
     notes: list[str] = []
     max_model_len = geometry.max_model_len
     longest = placement.longest_sequence()
@@ -282,6 +323,8 @@ def _assemble(
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
     eos = frozenset(model.config.eos_token_ids)
+    if tokenizer is not None:
+        eos |= tokenizer.eos_token_ids
     engine = Engine(
         model,
         backend,
@@ -293,7 +336,7 @@ def _assemble(
             max_num_batched_tokens=options.max_num_batched_tokens,
             deterministic=options.deterministic,
             timeout_s=options.timeout_s,
-            eos_token_ids=eos if tokenizer is None else eos | set(tokenizer.eos_token_ids),
+            eos_token_ids=frozenset(t for t in eos if t < model.config.vocab_size),
             decode_token=None if tokenizer is None else tokenizer.token_text,
         ),
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fastdecode_rdma.detokenizer import IncrementalDetokenizer
+from fastdecode_rdma.engine.prefill import PrefillJob
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.scheduler.base import Job
 from fastdecode_rdma.sequence import SamplingParams, TokenEvent
@@ -35,8 +36,7 @@ class Request:
     """One prompt with its parameters; `params.n` sequences share it.
 
     `deliver` is called by the engine thread with the events of one step, `fail` with an error that
-    ends
-    this request and no other. Both only queue: they must not block.
+    ends this request and no other. Both only queue: they must not block.
     """
 
     index: int
@@ -87,3 +87,26 @@ class LiveSequence:
     def lose_cache(self) -> None:
         """Back to the state before the prefill; ids and text stay."""
         self.worker, self.kv_len, self.ready = -1, 0, False
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start; seconds are the engine thread's."""
+
+    steps: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    preemptions: int = 0
+    recoveries: int = 0
+    step_s: float = 0.0
+    prefill_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RunningPrefill:
+    """A prefill job on its way through the layers."""
+
+    job: PrefillJob
+    cells: Iterator[int]
+    members: list[LiveSequence] = field(default_factory=list)

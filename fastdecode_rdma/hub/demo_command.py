@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -73,10 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Gets the model, decodes the prompts and says where the time went."""
-    if not args.workers:
-        # The worker shares these cores: threads of ours that wait for it must not spin for long.
-        # OpenMP reads this when torch loads it, so it comes first.
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     from fastdecode_rdma import Generator, SamplingParams  # loads torch: not for --help
 
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)

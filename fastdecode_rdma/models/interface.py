@@ -52,6 +52,8 @@ class Ops(Protocol):
 
     def add_(self, x: Tensor, y: Tensor) -> Tensor: ...
 
+    def scale_(self, x: Tensor, factor: float) -> Tensor: ...
+
     def add_rms_norm(
         self,
         x: Tensor,

@@ -219,7 +219,8 @@ class DecoderModel(ABC):
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Returns the hidden states [T, H] of token_ids int64 [T], in memory of their own."""
         x = self.ops.embedding(self.embed_tokens, token_ids)
-        return x if self.config.embed_scale == 1.0 else x.mul_(self.config.embed_scale)
+        scale = self.config.embed_scale
+        return x if scale == 1.0 else self.ops.scale_(x, scale)
 
     def pre_attention(self, layer: int, x: Tensor, positions: Tensor, rows_out: Tensor) -> None:
         """Writes the attention rows [q | k | v] of x [T, H] at positions int64 [T]."""

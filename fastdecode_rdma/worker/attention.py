@@ -9,6 +9,7 @@ from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.worker.kv_dtypes import kv_dtype
 
 try:
+    from fastdecode_rdma import _team
     from fastdecode_rdma.worker import _attention
 except ImportError as exc:
     raise ImportError(
@@ -98,6 +99,7 @@ def open_context(geometry: AttentionGeometry, num_threads: int, isa: str) -> _at
         )
         for group in geometry.groups
     ]
+    _attention.bind_team(_team.address())
     return _attention.Context(
         groups,
         geometry.num_layers,

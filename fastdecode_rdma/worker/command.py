@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 0.7
 """A stopped worker is gone within a second; a kernel that runs longer goes with the process."""
 
-GOMP_SPIN_COUNT = 2000
-"""Rounds that an idle thread of the team spins before it sleeps, some 30 to 100 us of `pause`.
-
-libgomp's default of 300,000 rounds is several milliseconds: on a machine shared with the engine the
-worker's idle threads would then burn the cores that the dense layers are computing on. Measured
-with two threads on two cores that other work shares, 32 sequences of 256 tokens: 1.0 to 1.6 ms an
-attend with 0 or 2,000 rounds, 11 to 13 ms with 300,000. None at all (OMP_WAIT_POLICY=passive) pays
-a wake-up at every region, also between the layers of one batch.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `fastdecode worker`."""
@@ -68,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
-    """Sets, in place, what libgomp and numpy's BLAS read when they are loaded; the user's stand."""
-    if "OMP_WAIT_POLICY" not in environ:
-        environ.setdefault("GOMP_SPINCOUNT", str(GOMP_SPIN_COUNT))
+    """Sets, in place, what numpy's BLAS reads when it is loaded; the user's own values stand."""
     # The worker multiplies no matrices; without this OpenBLAS starts a thread per core at import.
     environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
