@@ -224,7 +224,10 @@ def _check_number(
 ) -> None:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise ConfigError(f"{name} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):  # arrays have __float__, too
+        raise ConfigError(f"{name} must be one number, got {value!r}") from None
     if not math.isfinite(number) or not low <= number <= high or (exclude_low and number == low):
         bound = f"above {low}" if exclude_low else f"at least {low}"
         allowed = bound if high == math.inf else f"{bound} and at most {high}"
@@ -234,6 +237,8 @@ def _check_number(
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
+    if not isinstance(stop, Iterable):
+        raise ConfigError(f"stop must be a string or strings, got {stop!r}")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for string in strings:
         if not isinstance(string, str) or not string:
@@ -244,6 +249,8 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 def _token_ids(token_ids: Iterable[Any] | None) -> tuple[int, ...]:
     if token_ids is None:
         return ()
+    if not isinstance(token_ids, Iterable) or isinstance(token_ids, str):
+        raise ConfigError(f"stop_token_ids must be a list of token ids, got {token_ids!r}")
     ids = tuple(token_ids)
     for token_id in ids:
         if not _is_int(token_id) or token_id < 0:

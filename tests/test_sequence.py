@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 
 from fastdecode_rdma.errors import ConfigError
@@ -111,3 +112,17 @@ def test_failure_event():
     event = TokenEvent.failure(3, error)
     assert (event.request_index, event.finish_reason, event.error) == (3, "error", error)
     assert event.text == "" and event.token_id is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": "12"},
+        {"temperature": np.array([1.0, 2.0])},
+    ],
+)
+def test_values_of_the_wrong_shape_are_one_clear_line(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        SamplingParams(**bad)

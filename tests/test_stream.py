@@ -121,12 +121,12 @@ def test_leaving_during_a_long_prefill_frees_at_once(tiny_models: Callable[..., 
     path = tiny_models("llama-long", max_position_embeddings=1 << 17)
     with Generator.from_pretrained(path, max_num_batched_tokens=1, max_model_len=1 << 15) as gen:
         stream = gen.generate([1] * 20_000, GREEDY)  # one cell per step
-        while gen._parts.engine._prefill is None:
+        while gen._parts.engine._prefills._running is None:
             time.sleep(0.001)
         time.sleep(0.01)
         stream.close()
         wait_until_free(gen)
-        assert gen._parts.engine._prefill is None
+        assert gen._parts.engine._prefills._running is None
         assert gen.stats()["prompt_tokens"] == 0
         assert len(gen.complete("abc", GREEDY)[0].outputs[0].token_ids) == 10
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 
 from fastdecode_rdma.attention.backend import AttentionBackend
@@ -19,7 +18,7 @@ from fastdecode_rdma.config import StepCode
 from fastdecode_rdma.engine.admission import CautiousPlacement
 from fastdecode_rdma.engine.decode import DecodeRunner, build_batch
 from fastdecode_rdma.engine.outputs import accept_token, failed_by, non_finite
-from fastdecode_rdma.engine.prefill import PrefillItem, PrefillJob
+from fastdecode_rdma.engine.prefill_queue import PrefillQueue
 from fastdecode_rdma.engine.state import (
     EngineCounters,
     EngineOptions,
@@ -65,8 +64,7 @@ class Engine:
         self.counters = EngineCounters()
         self.runner = DecodeRunner(model, backend)
         self._live: dict[int, LiveSequence] = {}
-        self._gangs: list[tuple[int, ...]] = []  # admitted, prefill not begun
-        self._prefill: RunningPrefill | None = None
+        self._prefills = PrefillQueue(model, backend, placement, options)
         self._lost_workers: set[int] = set()
         self._next_handle = 1
         self._step = 0
@@ -111,13 +109,13 @@ class Engine:
         for seq in sequences:
             self._live.pop(seq.handle, None)
             self.scheduler.remove(seq.handle)
-            if self._prefill is not None and seq in self._prefill.members:
+            if self._prefills.is_under_way(seq):
                 seq.cancelled = True  # its rows are under way: freed when the job ends
             else:
                 held.append(seq)
         self._free(held)
-        if self._prefill is not None and all(seq.cancelled for seq in self._prefill.members):
-            self._abort_prefill()  # nobody waits for it
+        if not self._prefills.is_wanted():
+            self._abort_prefill()
 
     def _free(self, sequences: list[LiveSequence]) -> None:
         per_worker: dict[int, list[int]] = {}
@@ -142,8 +140,7 @@ class Engine:
         requests = dict.fromkeys(seq.request for seq in self._live.values())
         self._outbox.extend(partial(request.fail, request.index, error) for request in requests)
         try:
-            if self._prefill is not None:
-                self._abort_prefill()
+            self._abort_prefill()
             self._drop(list(self._live.values()))
         except Exception:
             logger.exception("sequences could not be freed")
@@ -178,7 +175,7 @@ class Engine:
         plan = self.scheduler.schedule(self.placement)
         for handle in plan.preempted:
             self._preempt(self._live[handle])
-        self._gangs.extend(plan.prefill)
+        self._prefills.extend(plan.prefill)
         worked = self._run_prefill()
         ready = [self._live[h] for h in plan.decode if h in self._live and self._live[h].ready]
         if ready:
@@ -220,10 +217,9 @@ class Engine:
     def _preempt(self, seq: LiveSequence) -> None:
         """Takes a running sequence's cache away; the scheduler has queued it again already."""
         self.counters.preemptions += 1
-        if self._prefill is not None and seq in self._prefill.members:
+        if self._prefills.is_under_way(seq):
             self._abort_prefill()
-        # its siblings, if it has any, stay in line
-        self._gangs = [tuple(h for h in gang if h != seq.handle) for gang in self._gangs]
+        self._prefills.forget(seq.handle)
         self._free([seq])
         seq.lose_cache()
 
@@ -231,61 +227,23 @@ class Engine:
 
     def _run_prefill(self) -> bool:
         """Runs cells up to the token budget; True if there was any."""
-        if self._prefill is None and not self._gangs:
+        if not self._prefills.has_work():
             return False
         started = time.perf_counter()
-        budget = self.options.max_num_batched_tokens * self.model.config.num_layers
-        while budget > 0 and not self.stopping and (self._prefill is not None or self._gangs):
-            if self._prefill is None:
-                self._prefill = self._start_prefill()
-                continue
-            try:
-                rows = next(self._prefill.cells, None)
-            except WorkerLostError:
-                self._abort_prefill()
-                raise
-            except StepError as refusal:
-                self._abort_prefill()
-                self._note_refusal(refusal)
-                break  # those that decode go on
-            if rows is None:
-                self._finish_prefill()
-            else:
-                budget -= rows
+        try:
+            for finished in self._prefills.run(self._live, self._next_step, lambda: self.stopping):
+                self._finish_prefill(finished)
+        except WorkerLostError:
+            self._abort_prefill()
+            raise
+        except StepError as refusal:
+            self._abort_prefill()
+            self._note_refusal(refusal)  # those that decode go on
         self.counters.prefill_s += time.perf_counter() - started
         return True
 
-    def _start_prefill(self) -> RunningPrefill | None:
-        """Packs admitted gangs into a job, up to the token budget (a longer prompt goes alone)."""
-        items: list[PrefillItem] = []
-        members: list[LiveSequence] = []
-        tokens = 0
-        while self._gangs:
-            gang = [self._live[h] for h in self._gangs[0] if h in self._live]
-            if not gang:
-                self._gangs.pop(0)
-                continue
-            ids = self._ids_to_prefill(gang[0])
-            if tokens and tokens + len(ids) > self.options.max_num_batched_tokens:
-                break
-            self._gangs.pop(0)
-            tokens += len(ids)
-            for seq in gang:
-                seq.worker = self.placement.worker_of(seq.handle)
-            items.append(PrefillItem(tuple(seq.handle for seq in gang), gang[0].worker, ids))
-            members.extend(gang)
-        if not items:
-            return None
-        job = PrefillJob(self.model, self.backend, items)
-        return RunningPrefill(job, job.cells(self._next_step()), members)
-
-    def _ids_to_prefill(self, seq: LiveSequence) -> np.ndarray:
-        """Everything so far; in deterministic mode the prompt: the rest is replayed."""
-        return seq.request.prompt_ids if self.options.deterministic else seq.all_ids()
-
-    def _finish_prefill(self) -> None:
-        running, self._prefill = self._prefill, None
-        assert running is not None and running.job.logits is not None
+    def _finish_prefill(self, running: RunningPrefill) -> None:
+        assert running.job.logits is not None
         self.counters.prompt_tokens += running.job.num_tokens
         self.placement.accepted()
         rows: list[int] = []
@@ -307,13 +265,12 @@ class Engine:
 
     def _abort_prefill(self) -> None:
         """Gives up the running job; its members go back to the queue without cache."""
-        running, self._prefill = self._prefill, None
-        assert running is not None
-        for seq in running.members:
+        members = self._prefills.abort()
+        for seq in members:
             if not seq.cancelled:
                 self.scheduler.requeue(seq.handle)
-        self._free(running.members)
-        for seq in running.members:
+        self._free(members)
+        for seq in members:
             seq.lose_cache()
 
     # -- decode
@@ -395,25 +352,16 @@ class Engine:
             self._lost_workers.add(worker)
             self.counters.recoveries += 1
         self.placement.lose_worker(worker)
-        if self._prefill is not None and any(s.worker == worker for s in self._prefill.members):
+        if self._prefills.uses_worker(worker):
             self._abort_prefill()
-        self._gangs = [gang for gang in self._gangs if not self._lost_gang(gang, worker)]
+        for handle in self._prefills.take_gangs_on(worker, self._live):
+            self.scheduler.requeue(handle)
+            self.placement.release(handle)
         for seq in list(self._live.values()):
             if seq.worker == worker:
                 self.scheduler.requeue(seq.handle)
                 self.placement.release(seq.handle)
                 seq.lose_cache()
-
-    def _lost_gang(self, gang: tuple[int, ...], lost: int) -> bool:
-        """Whether an admitted but unstarted gang was placed on the lost worker; queues it again if
-        so."""
-        here = [handle for handle in gang if handle in self._live]
-        if not here or self.placement.worker_of(here[0]) != lost:
-            return False
-        for handle in here:
-            self.scheduler.requeue(handle)
-            self.placement.release(handle)
-        return True
 
     def _recover_step(self, error: StepError) -> None:
         """A worker whose memory other engines use refuses a decode step: what is being prefilled
@@ -425,7 +373,7 @@ class Engine:
         if error.code != StepCode.CACHE_FULL:
             raise error
         worker = error.worker_index
-        if self._prefill is not None and any(s.worker == worker for s in self._prefill.members):
+        if self._prefills.uses_worker(worker):
             self._abort_prefill()
         else:
             there = [seq for seq in self._live.values() if seq.worker == worker and seq.ready]

@@ -497,7 +497,9 @@ def test_a_worker_lost_during_a_prefill_counts_once_and_the_other_takes_over(
     ) as gen:
         expected = texts_and_ids(gen.complete(prompts, GREEDY))
         stream = gen.generate(prompts, GREEDY)
-        while gen._parts.engine._prefill is None or not gen._parts.engine._gangs:
+        while (
+            gen._parts.engine._prefills._running is None or not gen._parts.engine._prefills._gangs
+        ):
             time.sleep(0.001)
         workers[1].kill()
         ids = collections.defaultdict(list)

@@ -93,7 +93,7 @@ def test_close_ends_a_long_prefill_between_two_cells(tiny_models: Callable[..., 
     path = tiny_models("llama-long", max_position_embeddings=1 << 17)
     gen = Generator.from_pretrained(path, max_num_batched_tokens=1 << 20, max_model_len=1 << 15)
     events = gen.generate([1] * 30_000, GREEDY)  # one step would compute all of it
-    while gen._parts.engine._prefill is None:
+    while gen._parts.engine._prefills._running is None:
         time.sleep(0.001)
     start = time.monotonic()
     gen.close()

@@ -1,0 +1,128 @@
+"""Admitted gangs on their way through prefill: packed into jobs, run cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+
+from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.attention.placement import Placement
+from fastdecode_rdma.engine.prefill import PrefillItem, PrefillJob
+from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, RunningPrefill
+from fastdecode_rdma.models import DecoderModel
+
+
+class PrefillQueue:
+    """One job runs at a time; gangs admitted meanwhile wait for the next."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        placement: Placement,
+        options: EngineOptions,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._placement = placement
+        self._options = options
+        self._gangs: list[tuple[int, ...]] = []
+        self._running: RunningPrefill | None = None
+
+    def extend(self, gangs: Iterable[tuple[int, ...]]) -> None:
+        """Queues gangs in order."""
+        self._gangs.extend(gangs)
+
+    def has_work(self) -> bool:
+        return bool(self._gangs or self._running)
+
+    def is_under_way(self, seq: LiveSequence) -> bool:
+        """Whether the running job computes this sequence."""
+        return self._running is not None and seq in self._running.members
+
+    def uses_worker(self, worker: int) -> bool:
+        """Whether the running job has prompts on that worker."""
+        return self._running is not None and any(s.worker == worker for s in self._running.members)
+
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for the running job; True when there is none."""
+        return self._running is None or not all(seq.cancelled for seq in self._running.members)
+
+    def forget(self, handle: int) -> None:
+        """Takes a sequence out of a waiting gang; its siblings stay in line."""
+        self._gangs = [tuple(h for h in gang if h != handle) for gang in self._gangs]
+
+    def take_gangs_on(self, worker: int, live: Mapping[int, LiveSequence]) -> list[int]:
+        """Removes waiting gangs that were placed on a worker; returns their living handles."""
+        taken: list[int] = []
+        kept: list[tuple[int, ...]] = []
+        for gang in self._gangs:
+            here = [handle for handle in gang if handle in live]
+            if here and self._placement.worker_of(here[0]) == worker:
+                taken.extend(here)
+            else:
+                kept.append(gang)
+        self._gangs = kept
+        return taken
+
+    def abort(self) -> list[LiveSequence]:
+        """Gives up the running job; returns its members, whose cache is worthless."""
+        running, self._running = self._running, None
+        return [] if running is None else running.members
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._gangs, self._running = [], None
+
+    def run(
+        self,
+        live: Mapping[int, LiveSequence],
+        next_step: Callable[[], int],
+        should_stop: Callable[[], bool],
+    ) -> Iterator[RunningPrefill]:
+        """Runs cells up to the token budget of a step; yields jobs as they finish.
+
+        Raises: as the backend; the running job must then be aborted.
+        """
+        budget = self._options.max_num_batched_tokens * self._model.config.num_layers
+        while budget > 0 and self.has_work() and not should_stop():
+            if self._running is None:
+                self._running = self._start(live, next_step)
+                continue
+            rows = next(self._running.cells, None)
+            if rows is None:
+                finished, self._running = self._running, None
+                yield finished
+            else:
+                budget -= rows
+
+    def _start(
+        self, live: Mapping[int, LiveSequence], next_step: Callable[[], int]
+    ) -> RunningPrefill | None:
+        """Packs gangs into a job, up to the token budget (a longer prompt goes alone)."""
+        items: list[PrefillItem] = []
+        members: list[LiveSequence] = []
+        tokens = 0
+        while self._gangs:
+            gang = [live[handle] for handle in self._gangs[0] if handle in live]
+            if not gang:
+                self._gangs.pop(0)
+                continue
+            ids = self._ids_of(gang[0])
+            if tokens and tokens + len(ids) > self._options.max_num_batched_tokens:
+                break
+            self._gangs.pop(0)
+            tokens += len(ids)
+            for seq in gang:
+                seq.worker = self._placement.worker_of(seq.handle)
+            items.append(PrefillItem(tuple(seq.handle for seq in gang), gang[0].worker, ids))
+            members.extend(gang)
+        if not items:
+            return None
+        job = PrefillJob(self._model, self._backend, items)
+        return RunningPrefill(job, job.cells(next_step()), members)
+
+    def _ids_of(self, seq: LiveSequence) -> np.ndarray:
+        """Everything so far; in deterministic mode the prompt: the rest is replayed."""
+        return seq.request.prompt_ids if self._options.deterministic else seq.all_ids()
