@@ -11,8 +11,7 @@ HEADERS = sorted(str(path) for path in Path("cython").iterdir() if path.suffix i
 
 
 def extension(package: str, stem: str, *flags: str) -> Extension:
-    """One `cython/<stem>.pyx` -> `<package>.<stem>`. Instruction sets are chosen at run time: no
-    -march."""
+    """One `cython/<stem>.pyx` -> `<package>.<stem>`; no -march: the ISA is chosen at run time."""
     return Extension(
         f"{package}.{stem}",
         sources=[f"cython/{stem}.pyx"],

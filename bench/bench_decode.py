@@ -6,9 +6,8 @@ Every contender is a process of its own (thread pools of two libraries in one pr
 kept alive; the parent runs them in turn, round by round, so that a noisy machine hurts all alike,
 and reports medians. Tokens/s count from the moment when every sequence has its first token
 (decoding alone) to the last one. The floor multiplies the model's own weight matrices, all layers,
-by the batch, and does nothing
-else: with the fastest of torch's and numpy's BLAS per shape ("floor"), and with this library's
-packed kernel ("packed GEMM").
+by the batch, and does nothing else: with the fastest of torch's and numpy's BLAS per shape
+("floor"), and with this library's packed kernel ("packed GEMM").
 """
 
 from __future__ import annotations

@@ -65,10 +65,6 @@ static inline int frame_class(uint16_t kind) {
 
 static inline int frame_from_engine(uint16_t kind) { return kind >= FD_BEGIN_STEP && kind <= FD_IMPORT; }
 
-static inline int frame_from_worker(uint16_t kind) {
-    return kind >= FD_ATTEND_REPLY && kind <= FD_IMPORT_REPLY;
-}
-
 /* Byte widths of a model's rows, shared by both sides: what a header may claim is checked against these. */
 typedef struct {
     uint32_t num_layers, max_rows;

@@ -1,5 +1,4 @@
-"""Frozen descriptions shared by the engine, the wire and the workers. Standard library and numpy
-only."""
+"""Frozen descriptions shared by engine, wire and workers. Standard library and numpy only."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ ENTRY_UPLOAD = 1
 ENTRY_DTYPE = np.dtype(
     [("handle", "<u8"), ("kv_len_before", "<u8"), ("q_len", "<u4"), ("flags", "<u4")]
 )
-"""One line of a step table: sequence handle, cached tokens before this step, query tokens, flags.
-"""
+"""One line of a step table: sequence, tokens cached before this step, query tokens, flags."""
 
 
 class StepCode(enum.IntEnum):

@@ -48,8 +48,7 @@ ON_ERROR = ("raise", "event")
 class Generator:
     """A model whose dense layers run here and whose attention runs in workers.
 
-    Made by `from_pretrained`; a context manager; usable from several threads, which share the
-    batch.
+    Made by `from_pretrained`; a context manager. Several threads may use it: they share the batch.
     """
 
     def __init__(
@@ -97,12 +96,10 @@ class Generator:
         path: a model directory, or a name in the local Hugging Face cache.
         workers: addresses ("tcp://host:18815", "host"); None embeds one worker in this process.
         token_file: the shared token for workers on other machines.
-        dtype: compute dtype; "auto" and "float32" on a CPU (bf16 weights stay bf16 in memory:
-        exact).
+        dtype: compute dtype; "auto" or "float32" on a CPU.
         kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16" or "bf16".
         device: None or "cpu".
-        max_model_len: tokens of prompt and answer; default: what the model and the workers can
-        hold.
+        max_model_len: tokens of prompt and answer; default: what model and workers can hold.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: prompt tokens prefilled between two decode steps.
         tokenizer: another directory with a tokenizer; chat_template: another template (Jinja text).
@@ -111,8 +108,8 @@ class Generator:
         timeout_s: bound on every wait for a worker.
 
         Raises:
-            ConfigError: an argument or the model cannot be used; unknown names give the nearest
-            match.
+            ConfigError: an argument or the model cannot be used; of unknown names, the nearest
+                match is named.
             TransportError: a worker cannot be reached.
         """
         options = GeneratorOptions.checked(
@@ -151,12 +148,10 @@ class Generator:
         """Checks all prompts now, then returns an iterator over TokenEvents as they happen.
 
         prompts: text, token ids or chat messages; one, a list, or any iterable, which is pulled as
-        the
-            batch has room (its bad prompts are errors of that prompt).
+            the batch has room (a bad prompt in it fails alone).
         params: one for all, or one per prompt.
         on_error: what a failure of one request does. "raise": the other requests run to their end,
-        then
-            the error is raised; "event": it is an event with finish_reason "error".
+            then the error is raised; "event": it is an event with finish_reason "error".
 
         Raises:
             ConfigError: names every bad prompt by its index; nothing was started.

@@ -1,7 +1,8 @@
 """The dense side's operations on the CPU: packed GEMM and fused row kernels.
 
-`reference.ReferenceOps` has the same methods in plain torch: it is the oracle. Models call nothing
-else.
+`reference.ReferenceOps` has the same methods in plain torch: it is the oracle. Models call no
+other operations.
+
 Which GEMM runs is measured at load for every weight shape: the packed kernel of this package,
 torch's library or numpy's. The packed kernel sums in one fixed order, so its row bits do not depend
 on the batch; deterministic mode therefore uses it alone.
@@ -32,20 +33,17 @@ except ImportError as exc:
 PROBE_ROWS = (1, 8, 32, 128)
 """Batch sizes at which the GEMM libraries are compared."""
 PROBE_COLUMNS = 8192
-"""Wider weights (the head) are compared on their first columns: the rate is the same, the time is
-not."""
+"""Wider weights (the head) are compared on their first columns, at the same rate in less time."""
 PROBE_REPEATS = 7
 """The fastest of these counts: whatever else the machine does can only make a run slower."""
 PACKED_BONUS = 1.15
-"""The packed kernel keeps bf16 weights in half the memory, so a library must win by more than this.
-"""
+"""A library must win by more than this: the packed kernel keeps bf16 weights in half the memory."""
 ACTIVATIONS = {"silu": _dense.SILU, "gelu_tanh": _dense.GELU_TANH, "relu": _dense.RELU}
 
 
 @dataclass(slots=True, eq=False)
 class Linear:
-    """One weight [N, K], packed for the kernel or row-major for a library, with an optional bias
-    [N]."""
+    """One weight [N, K], packed for the kernel or row-major for a library; a bias [N] or none."""
 
     in_features: int
     out_features: int
@@ -161,8 +159,7 @@ class CpuOps:
     # -- operations
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
-        """Returns a reusable fp32 tensor [rows, columns]; the next call of the same name overwrites
-        it."""
+        """Returns a reusable fp32 tensor [rows, columns]: valid until the next of that name."""
         view = self._views.get((name, rows, columns))
         if view is not None:
             return view
@@ -310,11 +307,10 @@ class CpuOps:
         head_dim: int,
         out: Tensor,
     ) -> Tensor:
-        """Per-head RMS norm of q and k, rotary at `positions`, v untouched: rows [q | k | v] to
-        `out`.
+        """Per-head RMS norm and rotary of q and k, v untouched: rows [q | k | v] to `out`.
 
-        `qkv` [T, (Hq + 2 Hkv) * D] and `out` (which may be `qkv`) are contiguous; positions int64
-        [T].
+        `qkv` [T, (Hq + 2 Hkv) * D] and `out` (which may be `qkv`) are contiguous; positions are
+        int64 [T], all inside the rope table.
         """
         _dense.qkv_rows(
             qkv.data_ptr(), out.data_ptr(), positions.data_ptr(),
@@ -335,8 +331,7 @@ class CpuOps:
         softcap: float | None,
         out: Tensor,  # [T, Hq * D]
     ) -> Tensor:
-        """Causal attention of a prompt's chunk over its own context: window, grouped heads,
-        softcap.
+        """Causal attention of a prompt's chunk over its own context.
 
         A row's bits do not depend on the chunk it comes in. This is the prefill's attention; decode
         attends in the workers.

@@ -21,8 +21,7 @@ MAX_NAMED = 10
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """Whether `prompts` is one prompt rather than several: text, a list of ids, or a list of
-    messages."""
+    """Whether `prompts` is one prompt rather than several: text, a list of ids or of messages."""
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, np.ndarray):
@@ -67,8 +66,7 @@ class PromptEncoder:
         """Returns the ids of one prompt, int64 [L].
 
         Raises:
-            ConfigError: not a prompt, empty, an id outside the vocabulary, or no room for an
-            answer.
+            ConfigError: no prompt, empty, an id outside the vocabulary, or no room for an answer.
         """
         if isinstance(prompt, str):
             ids = self._tokenizer("text").encode(prompt)

@@ -1,5 +1,4 @@
-"""The iterator that `Generator.generate` returns: pulls prompts, waits for events, cancels when
-left."""
+"""The iterator of `Generator.generate`: pulls prompts, waits for events, cancels when left."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class EventStream(Iterator[TokenEvent]):
         """The next event.
 
         Raises:
-            FastDecodeError: with on_error="raise", the first error, once all other requests are
-            done.
+            FastDecodeError: with on_error="raise", the first error, once all others are done.
         """
         try:
             while not self._ready:
@@ -163,8 +161,7 @@ class EventStream(Iterator[TokenEvent]):
             self._record_failure(index, error, texts=progress.texts)
 
     def _record_failure(self, index: int, error: FastDecodeError, *, texts: list[str]) -> None:
-        """An event, or the error to raise at the end: the first one, with every lost request's
-        text."""
+        """An event, or the error to raise at the end: the first, with all lost requests' texts."""
         if not self._raise_errors:
             self._ready.append(TokenEvent.failure(index, error))
             return

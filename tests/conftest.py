@@ -1,7 +1,6 @@
 """Tests exercise the installed distribution (wheel or editable), never the bare checkout.
 
-Fixtures here are shared by several rooms: real worker processes, and small or real model
-directories.
+Fixtures here are shared by several rooms: real worker processes, small and real models.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ def _save_tiny(path: Path, family: str, changes: dict[str, object]) -> Path:
     transformers.utils.logging.disable_progress_bar()
     common = {
         "vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "max_position_embeddings": 512, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id":
-        258,
+        "max_position_embeddings": 512, "bos_token_id": 256, "eos_token_id": 257,
+        "pad_token_id": 258,
     }  # fmt: skip
     llama = {"num_key_value_heads": 2, "intermediate_size": 80, "head_dim": 16}
     families = {

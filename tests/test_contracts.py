@@ -15,10 +15,9 @@ import torch
 from fastdecode_rdma import Generator, SamplingParams
 
 RELATIVE_EPSILON = 1e-5
-"""Epsilon of contract (a), fp32 compute and fp32 KV, as a part of the largest logit. Measured
-against
-float64: 2.5e-6 (SmolLM2-135M) and 4.5e-6 (Gemma 3 270M), and as much again for transformers itself.
-"""
+"""Epsilon of contract (a), fp32 compute and fp32 KV, as a part of the largest logit.
+Measured against float64: 2.5e-6 (SmolLM2-135M) and 4.5e-6 (Gemma 3 270M), and as much again for
+transformers itself."""
 
 NUM_TOKENS = 64
 PROMPTS = [

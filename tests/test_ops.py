@@ -26,8 +26,7 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuO
 
 
 def gemm_bound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """|error| of a K-term fp32 sum, each term rounded once: K * eps * sum |x w|, the textbook
-    bound."""
+    """|error| of a K-term fp32 sum, each term rounded once, the textbook bound: K eps sum |x w|."""
     return (weight.shape[1] + 2) * EPS * (x.abs().double() @ weight.abs().double().t())
 
 
@@ -119,8 +118,7 @@ def test_activations_match_the_oracle_over_their_whole_range(
     up = torch.randn(4, width)
     both = torch.cat([gate, up], dim=1)
     expected = ORACLE.act_mul(both.double(), activation)
-    # exp, one division, one product: a few ulp; for large |x| exp magnifies the error of its
-    # argument
+    # exp, one division, one product: a few ulp; exp of a large |x| magnifies its argument's error
     torch.testing.assert_close(
         ops.act_mul(both, activation).double(), expected, rtol=64 * EPS, atol=1e-6
     )

@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 DECODE_TABLE = 0
 STALL_POLL_S = 0.02
-"""How long an engine that can do nothing (other engines hold the workers' memory) waits between
-looks."""
+"""How long an engine waits between looks when other engines hold the workers' memory."""
 
 
 class Engine:
@@ -339,8 +338,7 @@ class Engine:
     # -- failures
 
     def _recover(self, error: FastDecodeError) -> None:
-        """After a lost worker or a refused step: what it held is queued again, nothing else is
-        touched."""
+        """After a lost worker or a refused step: requeues what it held, touches nothing else."""
         if isinstance(error, StepError):
             self._recover_step(error)
             return

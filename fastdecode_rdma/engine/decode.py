@@ -81,8 +81,7 @@ class DecodeRunner:
         self.model_s = 0.0
 
     def _row_views(self, table: int, num_rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer: the [T, row width] tensor to fill and the [T, out width] tensor that comes
-        back."""
+        """Per layer: the tensor to fill [T, row width], the one to come back [T, out width]."""
         views = self._views.get((table, num_rows))
         if views is None:
             send = torch.from_numpy(self.backend.send_rows[table].reshape(-1))
@@ -102,13 +101,12 @@ class DecodeRunner:
         return views
 
     def run(self, batch: DecodeBatch, table: int, step: int) -> tuple[Tensor, list[bool]]:
-        """Runs one step; returns the logits [len(sequences), V] and, per sequence, whether all was
-        finite.
+        """Runs one step; returns logits [len(sequences), V] and whether each sequence was finite.
 
         The cache lengths of the sequences are not changed: a step that fails may simply run again.
 
         Raises:
-            WorkerLostError, StepError, TransportTimeout: from the backend.
+            WorkerLostError, StepError: from the backend.
         """
         model, exchange, clock = self.model, self.backend.exchange, time.perf_counter
         start = clock()

@@ -1,6 +1,6 @@
 """The engine thread: takes commands, steps while there is work, sleeps otherwise.
 
-A thread of its own keeps one OpenMP team for all callers, lets several iterators share the batch,
+A thread of its own lets several iterators share the batch, uses the thread team from one caller,
 and lets Ctrl-C interrupt a waiting caller without tearing a step apart.
 """
 

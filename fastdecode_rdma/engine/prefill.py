@@ -23,8 +23,7 @@ from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, UPLOAD_TABLE, KVGr
 from fastdecode_rdma.models import DecoderModel
 
 CHUNK_TOKENS = 512
-"""Rows of one dense pass: enough for full GEMM speed, few enough that their activations stay small.
-"""
+"""Rows of one dense pass: enough for full GEMM speed, few enough to keep activations small."""
 
 
 @dataclass(slots=True)
@@ -48,8 +47,7 @@ class Cell:
 
 
 def split_into_cells(items: Sequence[PrefillItem]) -> list[Cell]:
-    """Cuts the items into chunks at multiples of CHUNK_TOKENS and groups neighbours up to that
-    size."""
+    """Cuts the items at multiples of CHUNK_TOKENS and groups neighbours up to as many rows."""
     cells: list[Cell] = []
     for item in items:
         for start in range(0, len(item.token_ids), CHUNK_TOKENS):

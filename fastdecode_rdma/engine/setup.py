@@ -216,8 +216,7 @@ class EngineParts:
 
 
 def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
-    """Returns a model directory: `path` itself, or that name's newest snapshot in the local HF
-    cache.
+    """Returns a model directory: `path`, or that name's newest snapshot in the local HF cache.
 
     Raises:
         ConfigError: neither is there. Nothing is downloaded.

@@ -34,7 +34,7 @@ def convert_gguf(
     """Writes the model in GGUF file `source` as the new directory `target`.
 
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json and safetensors in
-    `dtype`. `progress(done, total)` is called after each tensor. `target` appears only when it is
+    `dtype`. `progress(done, total)` is called after each tensor. `target` appears only when
     complete.
 
     Raises:

@@ -1,6 +1,6 @@
 """The scheduling interface: pure integers, for the engine and a simulator alike.
 
-A *job* is one sequence; a *gang* is the jobs of one request, admitted together because they share a
+A *job* is one sequence; a *gang* is the jobs of one request, admitted together as they share a
 prompt.
 """
 
@@ -43,8 +43,7 @@ class CacheRoom(Protocol):
     """KV-cache bookkeeping as a policy sees it. Tokens in, yes or no out."""
 
     def reserve(self, handle: int, num_tokens: int) -> bool:
-        """Makes sure that sequence `handle` may hold num_tokens; False (and no change) if it may
-        not."""
+        """Makes sure that a sequence may hold num_tokens; False (and no change) if it may not."""
 
     def reserve_gang(self, handles: Sequence[int], num_tokens: int) -> bool:
         """Like reserve, for new sequences that must share a worker; all or none."""
@@ -62,8 +61,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def remove(self, handle: int) -> None:
-        """Forgets a job in whatever state it is: finished, cancelled or failed. Unknown handles are
-        fine."""
+        """Forgets a job in whatever state it is; unknown handles are fine."""
 
     @abstractmethod
     def requeue(self, handle: int) -> None:

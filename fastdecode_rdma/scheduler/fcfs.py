@@ -11,9 +11,8 @@ from fastdecode_rdma.scheduler.base import CacheRoom, Job, Scheduler, StepPlan
 class FcfsScheduler(Scheduler):
     """Continuous batching in order of arrival.
 
-    max_num_seqs: jobs that run at once. max_num_batched_tokens: prompt tokens admitted per step,
-    unless
-    a single prompt is longer: it then goes alone.
+    max_num_seqs: jobs that run at once. max_num_batched_tokens: prompt tokens admitted per step;
+    a prompt that is longer by itself goes alone.
     """
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:

@@ -197,6 +197,6 @@ def default_threads(root: Path = Path("/"), affinity: Iterable[int] | None = Non
     reason = f"physical cores of {len(cpus)} CPUs in the affinity mask"
     quota = cgroup_cpus(root)
     if quota is not None and quota < cores:
-        # Rounded down: a team with one thread too many waits for it in every region.
+        # Rounded down: one thread too many is throttled in the middle of a region, which waits.
         return Default(max(1, int(quota)), f"the cgroup allows {quota:g} CPUs")
     return Default(max(1, cores), reason)

@@ -24,9 +24,18 @@ VARIANTS = [
     ("llama", {}),
     ("llama-mha", {"num_key_value_heads": 4}),
     ("llama-ratio3", {"num_attention_heads": 6, "num_key_value_heads": 2}),
-    ("llama-ratio7", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1,
-    "head_dim": 24}), ("llama-untied", {"tie_word_embeddings": False, "attention_bias": True,
-    "mlp_bias": True}), (
+    ("llama-ratio4", {"num_key_value_heads": 1}),
+    (
+        "llama-ratio7",
+        {
+            "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24,
+        },
+    ),
+    (
+        "llama-untied",
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    (
         "llama-llama3rope",
         {
             "rope_parameters": {
