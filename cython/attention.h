@@ -72,6 +72,7 @@ typedef struct {
     int64_t length;      /* tokens that have room: kv_len_before + q_len of the last step */
     int64_t *written;    /* [num_layers] tokens that hold data */
     int32_t alive;
+    int32_t tainted;     /* an uploaded value was not finite: every row that attends to it is flagged */
     fd_list lists[];     /* [num_groups] */
 } fd_seq;
 

@@ -120,6 +120,7 @@ static int32_t fd_seq_new(fd_ctx *ctx) {
     seq->length = 0;
     seq->shared_at = 0;
     memset(seq->written, 0, (size_t)ctx->num_layers * sizeof *seq->written);
+    seq->tainted = 0;
     for (int32_t g = 0; g < ctx->num_groups; g++) seq->lists[g].floor = 0;
 out:
     pthread_mutex_unlock(&ctx->lock);
@@ -188,6 +189,7 @@ static int fd_fork(fd_ctx *ctx, int32_t src_slot, int32_t dst_slot, int64_t leng
         }
     }
     for (int32_t i = 0; i < ctx->num_layers; i++) dst->written[i] = fd_min(src->written[i], length);
+    dst->tainted = src->tainted;
     dst->length = length;
     src->shared_at = ++ctx->clock;
     code = FD_OK;

@@ -132,9 +132,11 @@ static int fd_attend(void *context, int32_t index, int32_t layer, int32_t num_ro
     memset(row_status, 0, (size_t)num_rows);
     if (job.plan->split_writes) fd_run_job(&job, (int64_t)table->num_entries * group->num_kv_heads, 1);
     if (job.plan->num_units) fd_run_job(&job, job.plan->num_units * group->num_kv_heads, 0);
-    for (int32_t i = 0; i < table->num_entries; i++) {
+    for (int64_t i = 0, row = 0; i < table->num_entries; i++) {
         const fd_entry *entry = &table->entries[i];
         if (entry->flags & FD_UPLOAD) continue;
+        if (entry->seq->tainted) memset(row_status + row, 1, (size_t)entry->q_len);
+        row += entry->q_len;
         entry->seq->written[layer] = fd_max(entry->seq->written[layer], entry->kv_len + entry->q_len);
     }
     code = FD_OK;
@@ -174,8 +176,8 @@ static int fd_store(void *context, int32_t index, int32_t layer, int32_t entry_i
     for (int64_t i = 0; i < count; i++)
         for (int32_t h = 0; h < group->num_kv_heads; h++) {
             size_t at_row = ((size_t)i * group->num_kv_heads + h) * head_bytes;
-            ctx->isa->write(ctx, group, at.index, h, seq, at.group, start + i, (const char *)k + at_row,
-                            (const char *)v + at_row);
+            seq->tainted |= ctx->isa->write(ctx, group, at.index, h, seq, at.group, start + i,
+                                            (const char *)k + at_row, (const char *)v + at_row);
         }
     if (count) seq->written[layer] = fd_max(written, start + count);
     code = FD_OK;

@@ -15,6 +15,10 @@
 
 #include "team.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #define DENSE_MR 6       /* 6 x 16 accumulators + 2 weight vectors + 1 broadcast fill 15 of 16 registers */
 #define DENSE_KC 256     /* 16 x 256 x 4 B = 16 KiB: half an L1 cache */
 #define DENSE_MBLOCK 128 /* rows per pass: their accumulators (8 KiB) and activations stay in L1 and L2 */
@@ -133,18 +137,23 @@ static dense_attend_item dense_attend_item_of(const dense_attend_job *job, int64
     return item;
 }
 
+/* a * b + c; compiled without contraction, so that this is what every tile size does */
 #define DENSE(name) base_##name
+#define DENSE_MADD(a, b, c) ((a) * (b) + (c))
 #include "dense_body.h"
 #include "dense_attend.h"
 #undef DENSE
+#undef DENSE_MADD
 
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define DENSE(name) avx2_##name
+#define DENSE_MADD(a, b, c) ((v8f)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #include "dense_body.h"
 #include "dense_attend.h"
 #undef DENSE
+#undef DENSE_MADD
 #pragma GCC pop_options
 #endif
 

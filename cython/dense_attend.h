@@ -58,7 +58,9 @@ static float DENSE(attend_softmax)(const dense_attend_job *job, float *s, int64_
     for (int i = 0; i < 8; i++) top = tops[i] > top ? tops[i] : top;
     for (int64_t j = 0; j < ATTEND_KEYS; j += 8) {
         v8i seen = (lanes + (int)j >= (int)low) & (lanes + (int)j < (int)high);
-        v8f value = (v8f)(seen & (v8i)DENSE(exp8)(*(const v8fu *)(s + j) - top));
+        v8f shifted = *(const v8fu *)(s + j) - top;
+        v8i number = shifted == shifted; /* exp8 would turn a NaN into a number */
+        v8f value = (v8f)(seen & ((number & (v8i)DENSE(exp8)(shifted)) | (~number & (v8i)shifted)));
         sums += value;
         *(v8fu *)(s + j) = value;
     }

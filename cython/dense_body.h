@@ -31,8 +31,8 @@ static inline __attribute__((always_inline)) void DENSE(tile)(
         for (int m = 0; m < mr; m++) {
             float value = x[m * x_stride + k];
             v8f spread = {value, value, value, value, value, value, value, value};
-            sum[m][0] += spread * w0;
-            sum[m][1] += spread * w1;
+            sum[m][0] = DENSE_MADD(spread, w0, sum[m][0]);
+            sum[m][1] = DENSE_MADD(spread, w1, sum[m][1]);
         }
     }
     for (int m = 0; m < mr; m++) {
@@ -142,7 +142,7 @@ static inline __attribute__((always_inline)) v8f DENSE(activate8)(int kind, v8f 
         v8f u = 0.7978845608f * (g + 0.044715f * g * g * g);
         return g / (1.0f + DENSE(exp8)(-2.0f * u));
     }
-    return (v8f)((v8i)g & (v8i)(g > 0.0f)); /* ReLU */
+    return (v8f)((v8i)g & ~(v8i)(g <= 0.0f)); /* ReLU; a NaN stays */
 }
 
 /* out[i] = act(gate[i]) * up[i]; up NULL: act(gate[i]). Tails go through a padded vector: same bits. */
@@ -177,8 +177,8 @@ static float DENSE(sum_squares)(const float *x, int64_t n, float mean)
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
         v8f a = *(const v8fu *)(x + i) - mean, b = *(const v8fu *)(x + i + 8) - mean;
-        sum0 += a * a;
-        sum1 += b * b;
+        sum0 = DENSE_MADD(a, a, sum0);
+        sum1 = DENSE_MADD(b, b, sum1);
     }
     float total = DENSE(lanes)(sum0 + sum1);
     for (; i < n; i++) total += (x[i] - mean) * (x[i] - mean);

@@ -95,7 +95,7 @@ static int server_header(fd_server *s) {
                              (unsigned long long)h->nbytes);
         return 1;
     }
-    if (h->rows < 1 || h->nbytes > s->sizes.max_bulk || h->nbytes != h->rows * 2 * s->sizes.kv_bytes[h->layer])
+    if (h->rows < 1 || h->nbytes > s->sizes.max_bulk || h->nbytes != (uint64_t)h->rows * 2 * s->sizes.kv_bytes[h->layer])
         return conn_fail(c, CONN_PROTOCOL, "%u K/V rows in %llu bytes", h->rows, (unsigned long long)h->nbytes);
     return 1;
 }

@@ -54,7 +54,8 @@ def find_torch() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"version": torch.__version__, "device": "cpu", "note": "no CUDA device"}
     name = torch.cuda.get_device_name(0)
-    return {"version": torch.__version__, "device": "cuda:0", "note": name}
+    note = f"{name} is there, this version does not use it"
+    return {"version": torch.__version__, "device": "cpu", "note": note}
 
 
 def find_kernel() -> dict[str, Any]:

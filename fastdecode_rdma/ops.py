@@ -87,7 +87,9 @@ class CpuOps:
     """
 
     def __init__(self, *, num_threads: int | None = None, deterministic: bool = False) -> None:
-        self.num_threads = num_threads or torch.get_num_threads()
+        self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        if self.num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
         self.deterministic = deterministic
         self.isa = _choose_isa()
         self.compute_dtype = torch.float32

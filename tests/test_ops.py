@@ -163,12 +163,24 @@ def test_non_finite_values_stay_visible(ops: CpuOps) -> None:
     """A NaN or infinity must reach the row status or the logits, never turn into a number."""
     x = torch.randn(3, 64)
     x[1, 5] = float("nan")
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ("silu", "gelu_tanh", "relu"):
         assert ops.act(x.clone(), activation)[1, 5].isnan()
     normed = ops.rms_norm(x, torch.ones(64), 1e-5)
     assert normed[1].isnan().all() and normed[0].isfinite().all() and normed[2].isfinite().all()
     out = ops.linear(x, ops.pack(torch.randn(32, 64), None))
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_prefill_attention_keeps_non_finite_scores_visible(ops: CpuOps, value: float) -> None:
+    """A NaN query, and a score that overflows."""
+    q, k, v = torch.randn(4, 16), torch.randn(4, 16), torch.randn(4, 16)
+    q[2, 3] = value
+    k[:, 3] = 1e30 if value == 1e30 else 1.0
+    group = KVGroup((0,), 1, 1, 16)
+    out = ops.attend(q, k, v, group, scale=1.0, softcap=None, out=torch.empty_like(q))
+    assert not out[2].isfinite().any()
+    assert value == 1e30 or out[[0, 1, 3]].isfinite().all()
 
 
 def test_the_gemm_is_chosen_by_measurement() -> None:
@@ -251,3 +263,9 @@ def test_prefill_attention_matches_the_oracle_and_a_row_does_not_depend_on_its_c
         part = q[first:last]
         alone = ops.attend(part, k[:seen], v[:seen], group, out=torch.empty_like(part), **args)
         assert torch.equal(alone, out[first:last])
+
+
+@pytest.mark.parametrize("num_threads", [0, -8])
+def test_a_team_has_at_least_one_thread(num_threads: int) -> None:
+    with pytest.raises(ConfigError, match="num_threads must be at least 1"):
+        CpuOps(num_threads=num_threads)

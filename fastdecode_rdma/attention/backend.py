@@ -225,6 +225,14 @@ class AttentionBackend:
         except PortTimeout as late:
             return self._lose(late)
 
+    def is_embedded(self, worker: int) -> bool:
+        """Says whether a worker lives in this process."""
+        return self._workers[worker].info.transport == "loopback"
+
+    def give_up(self, worker: int, reason: str) -> None:
+        """Treats a worker as lost from now on."""
+        self._pump.mark_lost(worker, reason)
+
     def _check_alive(self, worker: int) -> None:
         if self._closed:
             raise WorkerLostError(

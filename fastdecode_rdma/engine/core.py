@@ -65,6 +65,7 @@ class Engine:
         self._live: dict[int, LiveSequence] = {}
         self._prefills = PrefillQueue(model, backend, placement, options)
         self._lost_workers: set[int] = set()
+        self._lost_addresses: list[str] = []
         self._next_handle = 1
         self._step = 0
         self._stalled_since: float | None = None
@@ -94,6 +95,15 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Drops what is left of a request and frees its memory."""
         self._drop([seq for seq in request.sequences if seq.handle in self._live])
+
+    def take_lost(self) -> list[str]:
+        """Returns the addresses of workers lost since the last call, idle ones included."""
+        for worker in range(self.backend.num_workers):
+            if worker not in self._lost_workers and not self.backend.info(worker).alive:
+                name = self.backend.info(worker).name
+                self._recover(WorkerLostError(name, "it has gone", worker_index=worker))
+        lost, self._lost_addresses = self._lost_addresses, []
+        return lost
 
     def has_work(self) -> bool:
         return bool(self._live)
@@ -199,6 +209,7 @@ class Engine:
             self._stalled_since = now
         if now - self._stalled_since > self.options.timeout_s and self._live:
             seq = next(iter(self._live.values()))
+            self._stalled_since = now  # the next in line gets its own time
             needed = self.placement.bytes_for(seq.num_tokens + 1)
             self._fail_request(
                 seq.request,
@@ -236,8 +247,11 @@ class Engine:
             self._abort_prefill()
             raise
         except StepError as refusal:
-            self._abort_prefill()
-            self._note_refusal(refusal)  # those that decode go on
+            members = self._abort_prefill()
+            if refusal.code == StepCode.CACHE_FULL:
+                self._note_refusal(refusal)  # those that decode go on
+            else:
+                self._give_up(refusal, members)
         self.counters.prefill_s += time.perf_counter() - started
         return True
 
@@ -262,7 +276,7 @@ class Engine:
         if samplers:
             self._sample(running.job.logits[rows], samplers)
 
-    def _abort_prefill(self) -> None:
+    def _abort_prefill(self) -> list[LiveSequence]:
         """Gives up the running job; its members go back to the queue without cache."""
         members = self._prefills.abort()
         for seq in members:
@@ -271,6 +285,7 @@ class Engine:
         self._free(members)
         for seq in members:
             seq.lose_cache()
+        return members
 
     # -- decode
 
@@ -348,6 +363,7 @@ class Engine:
             raise error
         if worker not in self._lost_workers:  # freeing what it held may find it lost once more
             self._lost_workers.add(worker)
+            self._lost_addresses.append(self.backend.info(worker).name)
             self.counters.recoveries += 1
         self.placement.lose_worker(worker)
         if self._prefills.uses_worker(worker):
@@ -362,32 +378,34 @@ class Engine:
                 seq.lose_cache()
 
     def _recover_step(self, error: StepError) -> None:
-        """A worker whose memory other engines use refuses a decode step: what is being prefilled
-        there gives way, else the youngest sequence.
-
-        Raises:
-            StepError: the same, if it is about anything else.
-        """
-        if error.code != StepCode.CACHE_FULL:
-            raise error
+        """After a refused decode step. Without room (other engines use the memory, too), what is
+        being prefilled there gives way, else the youngest sequence."""
         worker = error.worker_index
+        there = [seq for seq in self._live.values() if seq.worker == worker and seq.ready]
+        if error.code != StepCode.CACHE_FULL:
+            self._give_up(error, there)
+            return
         if self._prefills.uses_worker(worker):
             self._abort_prefill()
-        else:
-            there = [seq for seq in self._live.values() if seq.worker == worker and seq.ready]
-            if there:
-                youngest = max(there, key=lambda seq: seq.job.arrival)
-                self.scheduler.requeue(youngest.handle)
-                self._preempt(youngest)
+        elif there:
+            youngest = max(there, key=lambda seq: seq.job.arrival)
+            self.scheduler.requeue(youngest.handle)
+            self._preempt(youngest)
         self._note_refusal(error)
 
-    def _note_refusal(self, error: StepError) -> None:
-        """Lets a worker without room rest.
+    def _give_up(self, error: StepError, members: list[LiveSequence]) -> None:
+        """A worker that failed a step for a reason of its own gets no other: its sequences go on
+        elsewhere. The embedded one has no elsewhere: the requests of that step fail."""
+        worker = error.worker_index
+        if self.backend.is_embedded(worker):
+            for seq in members:
+                if seq.handle in self._live:
+                    self._fail_request(seq.request, error)
+            return
+        self.backend.give_up(worker, error.remote_message)
+        self._recover(WorkerLostError(error.worker, error.remote_message, worker_index=worker))
 
-        Raises:
-            StepError: the same, if it is about anything else.
-        """
-        if error.code != StepCode.CACHE_FULL:
-            raise error
+    def _note_refusal(self, error: StepError) -> None:
+        """Lets a worker without room rest."""
         self.placement.refused(error.worker_index)
         self._note_stall(str(error))

@@ -26,10 +26,10 @@ class EngineLoop:
     """Runs an Engine in a thread. `submit` and `cancel` may be called from any thread."""
 
     def __init__(
-        self, engine: Engine, *, reconnect: Callable[[], bool], worker_wait_s: float
+        self, engine: Engine, *, reconnect: Callable[[], None], worker_wait_s: float
     ) -> None:
-        """`reconnect` tries to bring a worker back, bounded; after worker_wait_s without any,
-        requests fail with WorkerLostError."""
+        """`reconnect` takes in workers that have come back, without waiting; after worker_wait_s
+        without any worker, requests fail with WorkerLostError."""
         self.engine = engine
         self._reconnect = reconnect
         self._worker_wait_s = worker_wait_s
@@ -122,6 +122,7 @@ class EngineLoop:
                 return not closing
 
     def _step(self) -> None:
+        self._reconnect()
         if self.engine.placement.has_workers():
             self._no_worker_since = None
             self.engine.step()
@@ -129,8 +130,6 @@ class EngineLoop:
         now = time.monotonic()
         if self._no_worker_since is None:
             self._no_worker_since = now
-        if self._reconnect():
-            return
         if now - self._no_worker_since >= self._worker_wait_s:
             self.engine.fail_all(
                 WorkerLostError(
@@ -139,7 +138,7 @@ class EngineLoop:
             )
             self._no_worker_since = None  # later requests wait as long
             return
-        time.sleep(min(0.1, self._worker_wait_s / 10))
+        time.sleep(min(0.02, self._worker_wait_s / 10))
 
 
 def _wrap(exc: BaseException) -> FastDecodeError:

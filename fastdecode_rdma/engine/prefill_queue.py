@@ -71,10 +71,6 @@ class PrefillQueue:
         running, self._running = self._running, None
         return [] if running is None else running.members
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._gangs, self._running = [], None
-
     def run(
         self,
         live: Mapping[int, LiveSequence],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import logging
 import math
 import os
@@ -22,8 +21,9 @@ from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker, op
 from fastdecode_rdma.config import AttentionGeometry, dtype_name
 from fastdecode_rdma.engine.admission import CautiousPlacement
 from fastdecode_rdma.engine.core import Engine
+from fastdecode_rdma.engine.reconnect import Reconnector
 from fastdecode_rdma.engine.state import EngineOptions
-from fastdecode_rdma.errors import ConfigError, FastDecodeError
+from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models import DecoderModel, ModelConfig, load_model
 from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.scheduler import make_scheduler
@@ -49,6 +49,9 @@ RENAMED = {
     "device_map": "device",
 }
 """Names of other libraries, and ours."""
+
+TEXT_OPTIONS = ("tokenizer", "chat_template", "seed")
+"""Arguments of `Generator.from_pretrained`, besides `path`, that do not concern the engine."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,13 @@ class GeneratorOptions:
     def checked(cls, unknown: Mapping[str, object], **known: Any) -> GeneratorOptions:
         """Refuses unknown keyword arguments, naming the nearest of ours."""
         if unknown:
-            raise ConfigError("; ".join(map(_explain_unknown, unknown)))
+            ours = ["path", *(f.name for f in fields(cls)), *TEXT_OPTIONS]
+            raise ConfigError("; ".join(_explain_unknown(name, ours) for name in unknown))
         assert {f.name for f in fields(cls)} == set(known)
         return cls(**known)
 
 
-def _explain_unknown(name: str) -> str:
-    from fastdecode_rdma.generator import Generator
-
-    ours = [*inspect.signature(Generator.from_pretrained).parameters]
-    ours = [n for n in ours if n not in ("unknown", "cls")]
+def _explain_unknown(name: str, ours: list[str]) -> str:
     near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, ours, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {ours}"
     return f"unknown argument {name!r}; {hint}"
@@ -151,6 +151,7 @@ class EngineParts:
     backend: AttentionBackend
     ops: CpuOps
     options: GeneratorOptions
+    reconnector: Reconnector
     notes: list[str] = field(default_factory=list)
     closed: bool = False
 
@@ -159,22 +160,14 @@ class EngineParts:
         """How long the engine waits for a worker when it has none left."""
         return min(self.options.timeout_s, MAX_WORKER_WAIT_S)
 
-    def reconnect(self) -> bool:
-        """Tries once to open a session on each address again; True if one answered."""
-        back = False
-        for address in self.options.workers or ():
-            try:
-                (link,) = _connect([address], self.options, self.backend.geometry)
-            except FastDecodeError as error:
-                logger.info("worker %s is not back: %s", address, error)
-                continue
-            if self.closed:
-                link.close()
-                return False
+    def reconnect(self) -> None:
+        """Has lost workers brought back, and takes in those that are. Never waits."""
+        for address in self.engine.take_lost():
+            if self.options.workers is not None:
+                self.reconnector.lost(address)
+        for link in self.reconnector.take():
             self.backend.add_worker(link)
             self.engine.placement.add_worker(link.info.capacity_bytes)
-            back = True
-        return back
 
     def stats(self) -> dict[str, Any]:
         """Counters of engine and workers; times in seconds."""
@@ -212,6 +205,7 @@ class EngineParts:
         """Closes the connections. Idempotent."""
         if not self.closed:
             self.closed = True
+            self.reconnector.close()
             self.backend.close()
 
 
@@ -339,4 +333,5 @@ def _assemble(
             decode_token=None if tokenizer is None else tokenizer.token_text,
         ),
     )
-    return EngineParts(model, engine, backend, ops, options, notes=notes)
+    reconnector = Reconnector(lambda address: _connect([address], options, geometry)[0])
+    return EngineParts(model, engine, backend, ops, options, reconnector, notes=notes)

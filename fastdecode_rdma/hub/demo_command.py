@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Gets the model, decodes the prompts and says where the time went."""
-    from fastdecode_rdma import Generator, SamplingParams  # loads torch: not for --help
+    from fastdecode_rdma.generator import Generator  # loads torch: not for --help
+    from fastdecode_rdma.sequence import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     model_dir = _model_dir(args.model, args.from_file)

@@ -27,10 +27,10 @@ from fastdecode_rdma import (
 )
 from fastdecode_rdma.attention.backend import AttentionBackend
 from fastdecode_rdma.attention.remote import open_sessions
-from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, UPLOAD_TABLE
+from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, UPLOAD_TABLE, StepCode
 from fastdecode_rdma.engine import setup
 from fastdecode_rdma.errors import StepError
-from fastdecode_rdma.worker.kvcache import MemoryBudget
+from fastdecode_rdma.worker.kvcache import MemoryBudget, StepRefusedError
 from fastdecode_rdma.worker.limits import default_memory
 
 BLOCK = 2 * 3 * 64 * 2 * 16 * 4  # K and V, layers, tokens, heads, head_dim, fp32: the tiny llama's
@@ -532,6 +532,57 @@ def test_a_worker_that_comes_back_in_time_takes_the_requests_on(
     finally:
         process.kill()
         process.wait(10)
+
+
+def test_one_of_several_workers_that_comes_back_serves_again(
+    tiny_models: Callable[..., Path], start_workers: Callable[..., list]
+) -> None:
+    """CASES: one failed connection must not leave a worker out for ever."""
+    port = free_port()
+    process = start_on(port)
+    (other,) = start_workers(1, memory="64MiB")
+    try:
+        with Generator.from_pretrained(
+            tiny_models("llama"), workers=[other.address, f"127.0.0.1:{port}"]
+        ) as gen:
+            process.kill()
+            process.wait(10)
+            gen.complete(["a", "b", "c", "d"], replace(GREEDY, max_tokens=60))
+            assert gen.stats()["recoveries"] == 1
+            process = start_on(port)
+            deadline = time.monotonic() + 30
+            while len(gen.stats()["workers"]) < 3:  # the session that was lost counts, too
+                assert time.monotonic() < deadline, "the worker was not taken in again"
+                gen.complete(["a"], GREEDY)
+                time.sleep(0.05)
+            before = gen.stats()["workers"][2]["messages"]
+            gen.complete(["a", "b", "c", "d"], replace(GREEDY, max_tokens=60))
+            assert gen.stats()["workers"][2]["messages"] > before
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_a_fault_of_the_embedded_worker_fails_the_requests_of_that_step_only(
+    where: str, tiny_models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Generator.from_pretrained(tiny_models("llama"), deterministic=True) as gen:
+        expected = texts_and_ids(gen.complete(["a", "b"], GREEDY))
+        session = gen._parts.backend._workers[0].session
+        begin_step, table = session._cache.begin_step, UPLOAD_TABLE if where == "prefill" else 0
+
+        def faulty(number: int, step: int, entries: np.ndarray) -> None:
+            if number == table:
+                raise StepRefusedError(StepCode.INTERNAL, "the kernel tripped")
+            begin_step(number, step, entries)
+
+        monkeypatch.setattr(session._cache, "begin_step", faulty)
+        stream = gen.generate(["a", "b"], GREEDY, on_error="event")
+        errors = [event.error for event in stream if event.error is not None]
+        assert len(errors) == 2 and all("tripped" in str(error) for error in errors)
+        monkeypatch.undo()
+        assert texts_and_ids(gen.complete(["a", "b"], GREEDY)) == expected
 
 
 # -- Python per step
