@@ -26,6 +26,7 @@ from pathlib import Path
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 48
+PAUSE_S = 0.5  # threads of the contender before may still spin for a while
 
 
 def prompt_ids(index: int, vocab_size: int) -> list[int]:
@@ -225,51 +226,12 @@ class Floor(Contender):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        from fastdecode_rdma.models import load_model
-        from fastdecode_rdma.ops import CpuOps, GemmChoice
+        from gemm_floor import GemmFloor  # beside this file
 
-        backends = self.backends
-
-        class Recording(CpuOps):
-            """Keeps every matrix in every form that is compared."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.matrices: list[dict[str, object]] = []
-
-            def pack(self, weight: object, bias: object = None) -> object:
-                forms = {}
-                for name in backends:
-                    key = (*weight.shape, "bf16" if weight.element_size() == 2 else "fp32")
-                    self.gemm_choices[key] = GemmChoice(name)
-                    forms[name] = super().pack(weight)
-                self.matrices.append(forms)
-                return forms[backends[0]]
-
-        self.ops = Recording()
-        load_model(args.model, self.ops, max_model_len=64)
+        self.floor = GemmFloor(args.model, self.backends)
 
     def run(self, batch: int) -> dict[str, float]:
-        import torch
-
-        shapes: dict[tuple[int, int], list[dict]] = {}
-        for forms in self.ops.matrices:
-            linear = forms[self.backends[0]]
-            shapes.setdefault((linear.out_features, linear.in_features), []).append(forms)
-        total = 0.0
-        for (num_out, num_in), matrices in shapes.items():
-            x, out = torch.randn(batch, num_in), torch.empty(batch, num_out)
-            times = []
-            for name in self.backends:
-                runs = []
-                for _ in range(3):
-                    start = time.perf_counter()
-                    for forms in matrices:
-                        self.ops.linear(x, forms[name], out=out)
-                    runs.append(time.perf_counter() - start)
-                times.append(statistics.median(runs))
-            total += min(times)
-        return {"tokens_per_s": batch / total}
+        return {"tokens_per_s": self.floor.tokens_per_s(batch)}
 
 
 class PackedFloor(Floor):
@@ -321,6 +283,7 @@ class Child:
             self.error = (self.error + line)[-4000:]
 
     def run(self, batch: int) -> dict[str, float]:
+        time.sleep(PAUSE_S)
         print(batch, file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:

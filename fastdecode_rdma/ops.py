@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -109,7 +110,11 @@ class CpuOps:
             bias = bias.float().contiguous()
         key = (num_out, num_in, "bf16" if weight.dtype == torch.bfloat16 else "fp32")
         if key not in self.gemm_choices:
-            self.gemm_choices[key] = self._measure(weight)
+            self.gemm_choices[key] = (
+                GemmChoice("packed")
+                if self.deterministic
+                else measure_gemm(*key, num_threads=self.num_threads, isa=self.isa)
+            )
         backend = self.gemm_choices[key].backend
         linear = self._packed(weight) if backend == "packed" else self._row_major(weight, backend)
         linear.bias, linear.bias_address = bias, _address(bias)
@@ -131,32 +136,6 @@ class CpuOps:
         rows = weight.float().contiguous()
         num_out, num_in = rows.shape
         return Linear(num_in, num_out, rows.numpy() if backend == "numpy" else rows, backend)
-
-    def _measure(self, weight: Tensor) -> GemmChoice:
-        """Compares the GEMM backends on this weight; the lowest sum of relative times wins."""
-        if self.deterministic:
-            return GemmChoice("packed")
-        part = weight[:PROBE_COLUMNS]
-        choice = GemmChoice("packed")
-        linears = [
-            self._packed(part),
-            self._row_major(part, "torch"),
-            self._row_major(part, "numpy"),
-        ]
-        choice.seconds = {linear.backend: [] for linear in linears}
-        for num_rows in PROBE_ROWS:
-            x = torch.ones(num_rows, part.shape[1])
-            out = torch.empty(num_rows, part.shape[0])
-            best = dict.fromkeys(choice.seconds, float("inf"))
-            for _ in range(PROBE_REPEATS):
-                for linear in linears:
-                    start = time.perf_counter()
-                    self.linear(x, linear, out=out)
-                    best[linear.backend] = min(best[linear.backend], time.perf_counter() - start)
-            for name, seconds in best.items():
-                choice.seconds[name].append(seconds)
-        choice.backend = _winner(choice.seconds)
-        return choice
 
     # -- operations
 
@@ -376,6 +355,33 @@ def _library_activation(x: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         return F.gelu(x)
     raise ConfigError(f"activation {activation!r} is unknown; expected {(*ACTIVATIONS, 'gelu')}")
+
+
+@cache
+def measure_gemm(
+    num_out: int, num_in: int, dtype: str, *, num_threads: int, isa: str
+) -> GemmChoice:
+    """Compares the GEMM backends on a weight of that shape; once per process.
+
+    The packed kernel goes first: threads of a library that has just run may still spin.
+    """
+    ops = CpuOps(num_threads=num_threads, deterministic=True)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    weight = torch.ones(min(num_out, PROBE_COLUMNS), num_in, dtype=kind)
+    choice = GemmChoice("packed")
+    for backend in ("packed", "torch", "numpy"):
+        linear = ops._packed(weight) if backend == "packed" else ops._row_major(weight, backend)
+        seconds = choice.seconds[backend] = []
+        for num_rows in PROBE_ROWS:
+            x, out = torch.ones(num_rows, num_in), torch.empty(num_rows, weight.shape[0])
+            times = []
+            for _ in range(PROBE_REPEATS):
+                start = time.perf_counter()
+                ops.linear(x, linear, out=out)
+                times.append(time.perf_counter() - start)
+            seconds.append(min(times))
+    choice.backend = _winner(choice.seconds)
+    return choice
 
 
 def _winner(seconds: dict[str, list[float]]) -> str:
