@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 def usage() -> str:
@@ -61,6 +63,11 @@ def _fail(message: str) -> int:
     return EXIT_USAGE
 
 
+def _drop_stdout() -> None:
+    """What is still buffered cannot be written: the interpreter's flush at exit must not try."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for bad input, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -81,9 +88,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = import_module(f"fastdecode_rdma.{module_name}")
         parser = _Parser(prog=f"fastdecode {name}", description=text)
         module.add_arguments(parser)
-        return module.run(parser.parse_args(arguments[1:]))
+        code = module.run(parser.parse_args(arguments[1:]))
+        sys.stdout.flush()
+        return code
     except FastDecodeError as exc:
         return _fail(str(exc))
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        _drop_stdout()
+        return EXIT_BROKEN_PIPE
+    except OSError as exc:  # a full disk, a folder that may not be written
+        if exc.filename is None:
+            _drop_stdout()
+        where = f": {exc.filename}" if exc.filename is not None else ""
+        return _fail(f"{exc.strerror or exc}{where}")
     except ImportError as exc:
         if (exc.name or "").startswith("fastdecode_rdma"):
             raise  # a fault of ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ from fastdecode_rdma.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_INTERRUPTS = 3
+"""So many Ctrl-C are put off while a generator closes, which takes a step at most."""
 ON_ERROR = ("raise", "event")
 
 
@@ -313,8 +316,17 @@ def _make_detokenizer(
 
 
 def _shut_down(loop: EngineLoop, parts: EngineParts) -> None:
-    loop.close()
+    """Runs at the interpreter's end, too: a Ctrl-C there must not leave the thread in a kernel."""
+    interrupted: KeyboardInterrupt | None = None
+    for _ in range(MAX_INTERRUPTS):
+        try:
+            loop.close()
+            break
+        except KeyboardInterrupt as again:
+            interrupted = again
     parts.close()
+    if interrupted is not None and not sys.is_finalizing():
+        raise interrupted
 
 
 def _as_addresses(workers: Sequence[str]) -> tuple[str, ...]:

@@ -124,6 +124,8 @@ class EventStream(Iterator[TokenEvent]):
                 return
             if isinstance(submission, tuple):
                 self._record_failure(*submission, texts=[])
+                if self._raise_errors:
+                    self._source = None  # those under way finish, then the error is raised
                 continue
             request = submission(self._arrived.put, self._report)
             count = request.params.n

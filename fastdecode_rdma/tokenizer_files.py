@@ -92,6 +92,8 @@ class TokenizerFiles:
         """
         if given is not None:
             # Every template has braces, and hardly a file's name.
+            if not given:
+                raise ConfigError("chat_template is empty; give Jinja text or a file's name")
             return given if "{" in given else _read_text(Path(given))
         if (path := self.directory / "chat_template.jinja").is_file():
             return _read_text(path)
@@ -99,8 +101,11 @@ class TokenizerFiles:
         if template is None:
             template = _read_json(self.directory / "chat_template.json").get("chat_template")
         if isinstance(template, list):  # several, by name
-            by_name = {entry["name"]: entry["template"] for entry in template}
-            return by_name.get("default")
+            named = [entry for entry in template if isinstance(entry, dict)]
+            by_name = {entry.get("name"): entry.get("template") for entry in named}
+            template = by_name.get("default")
+        if template is not None and not isinstance(template, str):
+            raise ConfigError(f"{self.directory}: chat_template must be text, got {template!r}")
         return template
 
 

@@ -7,6 +7,7 @@ and lets Ctrl-C interrupt a waiting caller without tearing a step apart.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ class EngineLoop:
         self._closing = False
         self._failure: FastDecodeError | None = None
         self._no_worker_since: float | None = None
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="fastdecode-engine", daemon=True)
         self._thread.start()
 
@@ -57,8 +59,8 @@ class EngineLoop:
                 self._wake.notify()
 
     def is_alive(self) -> bool:
-        """Whether requests are still worked on. Once they are not, all have been told why."""
-        return self._thread.is_alive()
+        """Whether requests are still worked on. Once they are not, `check` says why."""
+        return self._thread.is_alive() and os.getpid() == self._pid
 
     def check(self) -> None:
         """Raises what `submit` would.
@@ -66,13 +68,25 @@ class EngineLoop:
         Raises:
             FastDecodeError: the engine has been closed or has failed.
         """
+        self._check_process()
         with self._wake:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
                 raise FastDecodeError("the generator is closed")
+            if not self._thread.is_alive():
+                raise FastDecodeError("the engine thread has gone; make a new generator")
+
+    def _check_process(self) -> None:
+        """Threads do not survive a fork, and locks may be held for ever by those that did not."""
+        if os.getpid() != self._pid:
+            raise FastDecodeError(
+                "this generator was made before a fork, in another process; make one in each "
+                "process (multiprocessing: start method 'spawn')"
+            )
 
     def _send(self, command: Callable[[], None]) -> None:
+        self._check_process()
         with self._wake:  # reentrant
             self.check()
             self._commands.append(command)
@@ -80,6 +94,8 @@ class EngineLoop:
 
     def close(self) -> None:
         """Stops the thread after the step under way. Idempotent and bounded."""
+        if os.getpid() != self._pid:
+            return  # the thread is the parent's
         with self._wake:
             self._closing = True
             self.engine.stopping = True

@@ -28,6 +28,9 @@ _ROPE_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 # Written beside kinds that do not use it.
 _ROPE_TOLERATED = ("original_max_position_embeddings",)
 
+MAX_LAYERS = 4096
+"""As many as a worker serves (config.AttentionGeometry); for more, nothing is even built."""
+
 
 class Keys:
     """Typed look-ups in one config dict, falling back to the family's defaults; null is absent."""
@@ -49,6 +52,8 @@ class Keys:
         value = self.need(key)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{key} must be an integer, got {value!r}")
+        if key == "num_hidden_layers" and not 1 <= value <= MAX_LAYERS:
+            raise ConfigError(f"{key} must be from 1 to {MAX_LAYERS}, got {value}")
         return value
 
     def optional_integer(self, key: str) -> int | None:

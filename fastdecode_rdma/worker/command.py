@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # numpy, the server and the kernel are imported in run(), after prepare_environment().
 
+READY = b"ready tcp://"
+"""What the line of a worker that is ready starts with."""
+
 CLOSE_TIMEOUT_S = 0.7
 """A stopped worker is gone within a second; a kernel that runs longer goes with the process."""
 
@@ -146,6 +149,22 @@ def ready_line(server: WorkerServer) -> str:
     )
 
 
+def _check_ready_file(path: Path) -> None:
+    """Makes sure that nothing but an earlier worker's ready file is replaced.
+
+    Raises:
+        ConfigError: something else is at that path.
+    """
+    if not path.exists() and not path.is_symlink():
+        return
+    if path.is_symlink() or not path.is_file():
+        raise ConfigError(f"--ready-file {path} is there and no regular file; name another path")
+    with path.open("rb") as file:
+        start = file.read(len(READY))
+    if start and start != READY:
+        raise ConfigError(f"--ready-file {path} holds something else; remove it or name another")
+
+
 def _write_ready_file(path: Path, line: str) -> None:
     # Renamed into place: a reader that waits for the file never finds half a line in it.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -172,8 +191,10 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     ready_file = None if args.ready_file is None else Path(args.ready_file)
     if ready_file is not None:
-        ready_file.unlink(missing_ok=True)  # an earlier worker's would send engines to its port
+        _check_ready_file(ready_file)
     server = make_server(args)
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)  # an earlier worker's would send engines to its port
     exit_codes: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
