@@ -59,6 +59,7 @@ class EventStream(Iterator[TokenEvent]):
         )
         self._ready: deque[TokenEvent] = deque()
         self._open: dict[int, _Progress] = {}
+        self._bad_in_a_row = 0
         self._error: FastDecodeError | None = None
         self._closed = False
         arrived = self._arrived
@@ -124,9 +125,11 @@ class EventStream(Iterator[TokenEvent]):
                 return
             if isinstance(submission, tuple):
                 self._record_failure(*submission, texts=[])
-                if self._raise_errors:
-                    self._source = None  # those under way finish, then the error is raised
+                self._bad_in_a_row += 1
+                if self._raise_errors and self._bad_in_a_row > self._lookahead:
+                    self._source = None  # nothing but bad prompts: stop, and raise the error
                 continue
+            self._bad_in_a_row = 0
             request = submission(self._arrived.put, self._report)
             count = request.params.n
             self._open[request.index] = _Progress(request, count, [""] * count)
