@@ -1,4 +1,4 @@
-"""Real models end to end: what is identical to what (DESIGN, contracts (a) and (b)).
+"""Real models end to end: what is identical to what.
 
 (a) Default mode: ids equal the oracle's wherever its top-2 margin exceeds 2 epsilon.
 (b) deterministic=True: the same bits alone, in any batch, with any number of workers, after a loss.

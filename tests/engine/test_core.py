@@ -537,7 +537,7 @@ def test_a_worker_that_comes_back_in_time_takes_the_requests_on(
 def test_one_of_several_workers_that_comes_back_serves_again(
     tiny_models: Callable[..., Path], start_workers: Callable[..., list]
 ) -> None:
-    """CASES: one failed connection must not leave a worker out for ever."""
+    """One failed connection must not leave a worker out for ever."""
     port = free_port()
     process = start_on(port)
     (other,) = start_workers(1, memory="64MiB")
