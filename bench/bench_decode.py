@@ -296,7 +296,10 @@ class Child:
 
 
 def median_of(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    """Medians of the rounds, and the slowest and fastest round."""
+    rates = [run["tokens_per_s"] for run in runs]
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return medians | {"slowest": min(rates), "fastest": max(rates)}
 
 
 def measure(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[int, dict[str, float]]]:
@@ -329,7 +332,10 @@ def measure(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[int, di
 def print_batch(batch: int, rows: dict[str, dict[str, float]]) -> None:
     load = os.getloadavg()[0]
     print(f"\nbatch {batch}   (load average {load:.2f}, {os.cpu_count()} cpus)")
-    print(f"{'system':<18} {'tokens/s':>9} {'end to end':>10} {'/ floor':>8} {'/ hf':>6}   split")
+    print(
+        f"{'system':<18} {'tokens/s':>9} {'rounds':>15} {'end to end':>10} {'/ floor':>8} "
+        f"{'/ hf':>6}   split"
+    )
     floor = rows.get("floor", {}).get("tokens_per_s")
     hf = max((r["tokens_per_s"] for n, r in rows.items() if n.startswith("transf")), default=None)
     for name, row in rows.items():
@@ -341,7 +347,8 @@ def print_batch(batch: int, rows: dict[str, dict[str, float]]) -> None:
             if f"{part}_s" in row
         )
         print(
-            f"{name:<18} {rate:>9.1f} {row.get('end_to_end', float('nan')):>10.1f} "
+            f"{name:<18} {rate:>9.1f} {row['slowest']:>7.1f}-{row['fastest']:<7.1f} "
+            f"{row.get('end_to_end', float('nan')):>10.1f} "
             f"{rate / floor if floor else float('nan'):>8.2f} "
             f"{rate / hf if hf else float('nan'):>6.2f}   {split}",
             flush=True,

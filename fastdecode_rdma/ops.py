@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastdecode_rdma.config import KVGroup
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.huge_pages import HugePageArena
 from fastdecode_rdma.reference import RopeTable
 
 try:
@@ -95,6 +96,7 @@ class CpuOps:
         self.isa = _choose_isa()
         self.compute_dtype = torch.float32
         self.gemm_choices: dict[tuple[int, int, str], GemmChoice] = {}
+        self._arena = HugePageArena()
         self._flat: dict[str, Tensor] = {}
         self._views: dict[tuple[str, int, int], Tensor] = {}
         _dense.bind_team(_team.address())
@@ -123,9 +125,8 @@ class CpuOps:
     def _packed(self, weight: Tensor) -> Linear:
         num_out, num_in = weight.shape
         is_bf16 = weight.dtype == torch.bfloat16
-        # numpy asks for huge pages on large arrays: fewer TLB misses when weights stream by
         kind = np.uint16 if is_bf16 else np.float32
-        packed = np.empty(-(-num_out // 16) * 16 * num_in, kind)
+        packed = self._arena.empty(-(-num_out // 16) * 16 * num_in, kind)
         if num_out % 16:
             packed[-16 * num_in :] = 0
         source = weight.contiguous()

@@ -18,7 +18,7 @@ PACKAGE = CHECKOUT / "fastdecode_rdma"
 LAYERS = [
     {"errors", "config", "sequence", "wire", "__init__"},
     {"transport", "worker", "attention"},
-    {"detokenizer", "chat_template", "tokenizer_files"},
+    {"detokenizer", "chat_template", "tokenizer_files", "huge_pages"},
     {"reference", "ops", "tokenizer", "sampling", "scheduler"},
     {"models"},
     {"engine", "prompts", "stream", "results"},
