@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 import torch
 
+import fastdecode_rdma.ops
 from fastdecode_rdma import _dense
 from fastdecode_rdma.config import KVGroup
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.ops import CpuOps, GemmChoice, _winner
+from fastdecode_rdma.ops import IDLE_POLL_S, CpuOps, GemmChoice, _await_idle_pools, _winner
 from fastdecode_rdma.reference import ReferenceOps, RopeTable, attention
 
 EPS = torch.finfo(torch.float32).eps
@@ -209,8 +213,26 @@ def test_every_library_backend_computes_the_same_function(backend: str) -> None:
 
 
 def test_the_fastest_backend_wins_but_packed_keeps_a_close_race() -> None:
-    assert _winner({"packed": [1.1, 1.1], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "packed"
-    assert _winner({"packed": [1.3, 1.3], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "torch"
+    assert _winner({"packed": [1.4, 1.4], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "packed"
+    assert _winner({"packed": [1.6, 1.6], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "torch"
+
+
+def test_a_measurement_waits_for_threads_that_still_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([0.0, 0.020, 0.02, 0.039, 0.039, 0.0391])  # two busy looks, then a quiet one
+    slept: list[float] = []
+    monkeypatch.setattr(fastdecode_rdma.ops.time, "process_time", lambda: next(used))
+    monkeypatch.setattr(fastdecode_rdma.ops.time, "sleep", slept.append)
+    _await_idle_pools()
+    assert slept == [IDLE_POLL_S] * 3
+
+
+def test_the_wait_for_spinning_threads_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = itertools.count(0.0, 1.0)
+    monkeypatch.setattr(fastdecode_rdma.ops.time, "process_time", lambda: next(used))
+    monkeypatch.setattr(fastdecode_rdma.ops, "IDLE_WAIT_S", 0.1)
+    started = time.monotonic()
+    _await_idle_pools()
+    assert 0.1 <= time.monotonic() - started < 5
 
 
 def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
