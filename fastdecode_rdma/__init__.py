@@ -17,6 +17,7 @@ _EXPORTS = {
     "Logprob": ".sequence",
     "FastDecodeError": ".errors",
     "ConfigError": ".errors",
+    "SamplingError": ".errors",
     "ProtocolError": ".errors",
     "TransportError": ".errors",
     "WorkerError": ".errors",

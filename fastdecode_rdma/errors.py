@@ -11,6 +11,10 @@ class ConfigError(FastDecodeError, ValueError):
     """An argument, a model file or a request that cannot be used as given."""
 
 
+class SamplingError(FastDecodeError):
+    """A request's own parameters or logits processor left no token to choose, or failed."""
+
+
 class ProtocolError(FastDecodeError):
     """The wire protocol was broken."""
 

@@ -27,6 +27,7 @@ from fastdecode_rdma.engine.setup import (
 )
 from fastdecode_rdma.engine.state import Request
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.logit_rules import RuleCompiler
 from fastdecode_rdma.prompts import (
     CheckedPrompt,
     Prompt,
@@ -65,6 +66,13 @@ class Generator:
             tokenizer,
             vocab_size=parts.model.config.vocab_size,
             max_model_len=parts.engine.options.max_model_len,
+        )
+        self._rules = RuleCompiler(
+            vocab_size=parts.model.config.vocab_size,
+            eos_ids=parts.engine.options.eos_token_ids,
+            encode=None
+            if tokenizer is None
+            else partial(tokenizer.encode, add_special_tokens=False),
         )
         self._worker_bytes = parts.engine.placement.largest_capacity()
         self._started = time.monotonic()
@@ -230,12 +238,7 @@ class Generator:
             raise ConfigError(f"n={params.n} is more than max_num_seqs={seats}")
         if params.stop and self._tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
-        outside = [t for t in params.stop_token_ids if t >= self._encoder.vocab_size]
-        if outside:
-            raise ConfigError(
-                f"stop_token_ids holds {outside[0]}, which is outside the vocabulary of "
-                f"{self._encoder.vocab_size}"
-            )
+        self._rules.compile(params)
         needed = params.n * self._parts.engine.placement.bytes_for(len(ids) + 1)
         if needed > self._worker_bytes:
             raise ConfigError(
@@ -247,6 +250,7 @@ class Generator:
         params, tokenizer = prompt.params, self._tokenizer
         room = self._encoder.max_model_len - len(prompt.ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        rules = self._rules.compile(params)
 
         def make(deliver: Deliver, fail: Fail) -> Request:
             return Request(
@@ -259,6 +263,7 @@ class Generator:
                 make_detokenizer=partial(_make_detokenizer, tokenizer, params, prompt.ids),
                 deliver=deliver,
                 fail=fail,
+                rules=rules,
             )
 
         return make

@@ -1,7 +1,7 @@
 """Logits -> tokens and log-probabilities, each row by itself.
 
-A row's result depends on its logits, parameters, seed, sample index and output position alone,
-never on its neighbours: the noise is counter-based, and every sum along the vocabulary runs in one
+A row's result depends on its logits, parameters, seed, sample index and output ids alone, never on
+its neighbours: the noise is counter-based, and every sum along the vocabulary runs in one
 fixed order on one thread.
 
 One uniform number u per row picks the first candidate whose cumulative probability exceeds u.
@@ -12,13 +12,15 @@ probable down (equal ones in id order).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastdecode_rdma.errors import SamplingError
+from fastdecode_rdma.logit_rules import LogitState
 from fastdecode_rdma.sequence import Logprob, SamplingParams
 
 # The nucleus nearly always ends among so many tokens; when it does not, the row is sorted.
@@ -35,14 +37,16 @@ class SampledTokens:
     """One token per row.
 
     `finite[row]` is False where the logits hold NaN or +inf, or nothing but -inf: that row has no
-    token (its id is -1) and its request must fail; the other rows are sound. `logprobs` and
-    `top_logprobs` are None when no row asked for them, and None per row that did not.
+    token (its id is -1) and its request must fail; the other rows are sound. The same holds for
+    rows in `errors`: their own parameters left no token. `logprobs` and `top_logprobs` are None
+    when no row asked for them, and None per row that did not.
     `top_logprobs[row]` maps token ids to Logprob, the chosen token first, then by rank;
     `decoded_token` is left to whoever has the tokenizer.
     """
 
     token_ids: list[int]
     finite: list[bool]
+    errors: dict[int, SamplingError]
     logprobs: list[float | None] | None
     top_logprobs: list[dict[int, Logprob] | None] | None
 
@@ -86,19 +90,17 @@ def sample(
     positions: Sequence[int],
     sample_indices: Sequence[int],
     *,
-    eos_ids: Collection[int] = (),
+    states: Sequence[LogitState | None] | None = None,
 ) -> SampledTokens:
     """Returns one token per row; `positions` counts the output tokens before this one.
 
-    `eos_ids` are what `min_tokens` forbids, together with the row's own stop_token_ids.
+    `states` hold what else changes a row's logits (logit_rules.py); such rows are copied first.
     """
     num_rows = len(params)
-    masked = logits
-    short = [row for row in range(num_rows) if positions[row] < params[row].min_tokens]
-    if short:
-        masked = _forbid_stops(logits, short, params, eos_ids)
-    token_ids, finite = _argmax(masked)
-    drawn = [row for row in range(num_rows) if finite[row] and not params[row].is_greedy]
+    values = logits.numpy()
+    token_ids, finite = _argmax(values)
+    altered, errors = ({}, {}) if states is None else _alter(values, states, finite, token_ids)
+    drawn = [row for row in range(num_rows) if token_ids[row] >= 0 and not params[row].is_greedy]
     if drawn:
         noise = uniforms(
             [seeds[row] for row in drawn],
@@ -107,39 +109,51 @@ def sample(
         )
         for row, uniform in zip(drawn, noise.tolist(), strict=True):
             draw = _draw_narrow if _is_narrow(params[row]) else _draw_wide
-            token_ids[row] = draw(masked[row].numpy(), params[row], uniform)
+            token_ids[row] = draw(altered.get(row, values[row]), params[row], uniform)
     if all(row_params.logprobs is None for row_params in params):
-        return SampledTokens(token_ids, finite, None, None)
+        return SampledTokens(token_ids, finite, errors, None, None)
     logprobs: list[float | None] = [None] * num_rows
     top_logprobs: list[dict[int, Logprob] | None] = [None] * num_rows
     for row in range(num_rows):
         count = params[row].logprobs
-        if count is not None and finite[row]:
+        if count is not None and token_ids[row] >= 0:
             top = _top_logprobs(logits[row], token_ids[row], count)
             top_logprobs[row] = top
             logprobs[row] = top[token_ids[row]].logprob
-    return SampledTokens(token_ids, finite, logprobs, top_logprobs)
+    return SampledTokens(token_ids, finite, errors, logprobs, top_logprobs)
 
 
-def _argmax(logits: Tensor) -> tuple[list[int], list[bool]]:
+def _alter(
+    values: np.ndarray,  # [R, V]
+    states: Sequence[LogitState | None],
+    finite: Sequence[bool],
+    token_ids: list[int],
+) -> tuple[dict[int, np.ndarray], dict[int, SamplingError]]:
+    """Returns altered copies of the rows whose states say so, and the rows that failed.
+
+    Puts the id of each copy's largest logit (-1 for a failure) into `token_ids`.
+    """
+    altered: dict[int, np.ndarray] = {}
+    errors: dict[int, SamplingError] = {}
+    for row, state in enumerate(states):
+        if state is None or not finite[row] or not state.is_active:
+            continue
+        altered[row] = values[row].copy()
+        try:
+            token_ids[row] = state.apply_(altered[row])
+        except SamplingError as error:
+            token_ids[row], errors[row] = -1, error
+    return altered, errors
+
+
+def _argmax(values: np.ndarray) -> tuple[list[int], list[bool]]:  # values: [R, V]
     """Returns the lowest id of the largest logit per row, and whether that logit is finite.
 
     One pass: numpy's argmax stops at the first NaN, so a NaN anywhere is the "largest".
     """
-    values = logits.numpy()
     best = values.argmax(axis=1)
     finite = np.isfinite(values[np.arange(len(best)), best])
     return np.where(finite, best, -1).tolist(), finite.tolist()
-
-
-def _forbid_stops(
-    logits: Tensor, rows: list[int], params: Sequence[SamplingParams], eos_ids: Collection[int]
-) -> Tensor:
-    masked = logits.clone()
-    for row in rows:
-        eos = () if params[row].ignore_eos else tuple(eos_ids)
-        masked[row, [*eos, *params[row].stop_token_ids]] = -torch.inf
-    return masked
 
 
 def _is_narrow(params: SamplingParams) -> bool:

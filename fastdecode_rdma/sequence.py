@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
+from fastdecode_rdma import param_checks as check
 from fastdecode_rdma.errors import ConfigError
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature sampling is greedy, as in vLLM."""
 
 _MAX_SAMPLES = 1024
-_HINTS = {
-    "max_new_tokens": "use max_tokens",
-    "max_length": "use max_tokens (it counts new tokens only)",
-    "max_completion_tokens": "use max_tokens",
-    "do_sample": "use temperature=0.0 for greedy decoding",
-    "num_return_sequences": "use n",
-    "stop_strings": "use stop",
-    "eos_token_id": "use stop_token_ids",
-    "best_of": "use n and choose among the outputs",
-    "num_beams": "beam search is not supported",
-    "use_beam_search": "beam search is not supported",
-    "length_penalty": "beam search is not supported",
-    "early_stopping": "beam search is not supported",
-}
-_UNSUPPORTED = frozenset(
-    {
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "prompt_logprobs",
-        "detokenize",
-        "bad_words",
-        "spaces_between_special_tokens",
-        "logit_bias",
-        "allowed_token_ids",
-        "logits_processors",
-        "truncate_prompt_tokens",
-        "output_kind",
-        "structured_outputs",
-        "guided_decoding",
-        "extra_args",
-        "no_repeat_ngram_size",
-        "typical_p",
-    }
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
 )
 
 
@@ -55,16 +26,35 @@ _UNSUPPORTED = frozenset(
 class SamplingParams:
     """How to choose tokens and when to stop; names and defaults are vLLM's, except `max_tokens`.
 
+    Parameters act in this order, vLLM's: allowed_token_ids, bad_words, min_tokens, logit_bias,
+    logits_processors, repetition_penalty, frequency_penalty, presence_penalty; then greedy choice,
+    or temperature, min_p, top_k, top_p and the draw.
+
     n: samples per prompt; the prompt is prefilled once.
+    presence_penalty, frequency_penalty: from -2 to 2; taken from the logit of a token that the
+        output holds, once, and once for each time. repetition_penalty: above 0; divides positive
+        logits (multiplies negative ones) of tokens in prompt or output.
     temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: in (0, 1]. min_p: relative to the most
-        probable token. Applied in the order temperature, min_p, top_k, top_p.
+        probable token.
     seed: noise depends on (seed, sample index, output position) only; None draws one.
     stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
-    stop_token_ids: tokens that end a sequence besides the model's end-of-sequence ones.
+    stop_token_ids: tokens that end a sequence besides the model's end-of-sequence ones, which
+        `ignore_eos` makes ordinary tokens.
+    bad_words: strings, or lists of token ids. The last token of one is forbidden where it would
+        complete it in the output; a string counts with and without a space before it.
+    logit_bias: {token id: from -100 to 100}, added to logits. allowed_token_ids: no others.
+    logits_processors: callables (output_token_ids, logits) or (prompt_token_ids, output_token_ids,
+        logits), called for every token in the engine's thread. `logits` is a fp32 tensor [V] to
+        change in place, or another is returned. An error ends this request alone. Calls repeat
+        for no token, also after a lost worker; one that keeps state of its own serves one sequence.
     max_tokens: new tokens at most; None means as many as fit in the model.
     min_tokens: nothing stops a sequence that is shorter.
     logprobs: None, or how many top log-probabilities to return per token (0: the chosen one only;
-        -1: the whole vocabulary).
+        -1: the whole vocabulary). They are the model's own, before everything above.
+    prompt_logprobs: the same for the prompt's tokens.
+    detokenize: False leaves all texts empty.
+    skip_special_tokens, spaces_between_special_tokens: whether texts leave special tokens out, and
+        how they are joined if not.
 
     Raises:
         ConfigError: a value is out of range, or a keyword is unknown (the nearest one is named).
@@ -72,6 +62,9 @@ class SamplingParams:
 
     n: int = 1
     _: KW_ONLY
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -83,36 +76,73 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    logits_processors: tuple[Callable[..., Any], ...] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         # Runs before the generated __init__, whose own complaint is a bare TypeError.
         known = [f.name for f in fields(cls)]
         unknown = [name for name in kwargs if name not in known]
         if unknown:
-            raise ConfigError("; ".join(_explain_unknown(name, known) for name in unknown))
+            raise ConfigError("; ".join(check.explain_unknown(name, known) for name in unknown))
         return super().__new__(cls)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Returns the parameters that a mapping (a JSON object) spells out; null is the default.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"sampling parameters must be an object of names and values, got {values!r}"
+            )
+        known = [f.name for f in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise ConfigError("; ".join(check.explain_unknown(name, known) for name in unknown))
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
     def __post_init__(self) -> None:
-        _check_int("n", self.n, low=1, high=_MAX_SAMPLES)
-        _check_number("temperature", self.temperature, low=0.0)
-        _check_number("top_p", self.top_p, low=0.0, high=1.0, exclude_low=True)
-        _check_int("top_k", self.top_k, low=-1)
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_int("seed", self.seed, low=-(1 << 63), high=(1 << 64) - 1, optional=True)
-        _check_int("max_tokens", self.max_tokens, low=1, optional=True)
-        _check_int("min_tokens", self.min_tokens, low=0)
-        _check_int("logprobs", self.logprobs, low=-1, optional=True)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check.check_int("n", self.n, low=1, high=_MAX_SAMPLES)
+        check.check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        check.check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        check.check_number("repetition_penalty", self.repetition_penalty, low=0.0, exclude_low=True)
+        check.check_number("temperature", self.temperature, low=0.0)
+        check.check_number("top_p", self.top_p, low=0.0, high=1.0, exclude_low=True)
+        check.check_int("top_k", self.top_k, low=-1)
+        check.check_number("min_p", self.min_p, low=0.0, high=1.0)
+        check.check_int("seed", self.seed, low=-(1 << 63), high=(1 << 64) - 1, optional=True)
+        check.check_int("max_tokens", self.max_tokens, low=1, optional=True)
+        check.check_int("min_tokens", self.min_tokens, low=0)
+        check.check_int("logprobs", self.logprobs, low=-1, optional=True)
+        check.check_int("prompt_logprobs", self.prompt_logprobs, low=-1, optional=True)
+        for name in _FLAGS:
+            check.check_bool(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})"
             )
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        checked = {
+            "stop": check.stop_strings(self.stop),
+            "stop_token_ids": check.token_ids("stop_token_ids", self.stop_token_ids),
+            "bad_words": check.bad_words(self.bad_words),
+            "logit_bias": check.logit_bias(self.logit_bias),
+            "allowed_token_ids": check.allowed_token_ids(self.allowed_token_ids),
+            "logits_processors": check.logits_processors(self.logits_processors),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.stop and not self.detokenize:
+            raise ConfigError("stop strings need detokenize=True; or use stop_token_ids")
 
     @property
     def is_greedy(self) -> bool:
@@ -136,6 +166,8 @@ class TokenEvent:
     concatenate to its whole text. `logprob` and `top_logprobs` are None unless asked for.
     `finish_reason` is None, "stop", "length", "abort" or "error"; `stop_reason` is the stop string
     or stop token id that ended it (None for end of sequence). `error` is set with "error".
+    `prompt_logprobs` comes with the first event of a request that asked for them: a
+    prompt_logprobs.PromptLogprobs, whose dicts are built as they are looked at.
     """
 
     request_index: int
@@ -147,6 +179,7 @@ class TokenEvent:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
     @classmethod
     def failure(cls, request_index: int, error: Exception) -> TokenEvent:
@@ -176,6 +209,8 @@ class RequestOutput:
     """All samples of one prompt, in the order of the prompts.
 
     `seed` is the request's own or the one that was drawn for it; `error` is why it failed.
+    `prompt_logprobs`, when asked for, has an entry per prompt token: None for the first, then token
+    id -> Logprob, the prompt's own token first.
     """
 
     index: int
@@ -185,74 +220,9 @@ class RequestOutput:
     prompt: str | None = None
     seed: int | None = None
     error: Exception | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def request_id(self) -> str:
         """The index as text, under vLLM's name."""
         return str(self.index)
-
-
-def _explain_unknown(name: str, known: list[str]) -> str:
-    if name in _HINTS:
-        return f"SamplingParams has no {name!r}: {_HINTS[name]}"
-    if name in _UNSUPPORTED:
-        return f"SamplingParams: {name!r} is not supported"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    nearest = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
-    return f"SamplingParams has no {name!r}: {nearest}"
-
-
-def _is_int(value: Any) -> bool:
-    # bool is an int to Python, numpy's integers are not: accept what indexes, refuse True.
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _check_int(
-    name: str, value: Any, *, low: int, high: int | None = None, optional: bool = False
-) -> None:
-    if value is None and optional:
-        return
-    if not _is_int(value):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
-        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name} must be {allowed}, got {value}")
-
-
-def _check_number(
-    name: str, value: Any, *, low: float, high: float = math.inf, exclude_low: bool = False
-) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise ConfigError(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):  # arrays have __float__, too
-        raise ConfigError(f"{name} must be one number, got {value!r}") from None
-    if not math.isfinite(number) or not low <= number <= high or (exclude_low and number == low):
-        bound = f"above {low}" if exclude_low else f"at least {low}"
-        allowed = bound if high == math.inf else f"{bound} and at most {high}"
-        raise ConfigError(f"{name} must be {allowed}, got {value}")
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    if not isinstance(stop, Iterable):
-        raise ConfigError(f"stop must be a string or strings, got {stop!r}")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise ConfigError(f"stop must hold strings that are not empty, got {string!r}")
-    return strings
-
-
-def _token_ids(token_ids: Iterable[Any] | None) -> tuple[int, ...]:
-    if token_ids is None:
-        return ()
-    if not isinstance(token_ids, Iterable) or isinstance(token_ids, str):
-        raise ConfigError(f"stop_token_ids must be a list of token ids, got {token_ids!r}")
-    ids = tuple(token_ids)
-    for token_id in ids:
-        if not _is_int(token_id) or token_id < 0:
-            raise ConfigError(f"stop_token_ids must hold token ids, got {token_id!r}")
-    return tuple(int(token_id) for token_id in ids)

@@ -16,10 +16,10 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 PACKAGE = CHECKOUT / "fastdecode_rdma"
 
 LAYERS = [
-    {"errors", "config", "sequence", "wire", "__init__"},
+    {"errors", "config", "param_checks", "sequence", "wire", "__init__"},
     {"transport", "worker", "attention"},
     {"detokenizer", "chat_template", "tokenizer_files", "huge_pages"},
-    {"reference", "ops", "tokenizer", "sampling", "scheduler"},
+    {"reference", "ops", "tokenizer", "logit_rules", "sampling", "scheduler"},
     {"models"},
     {"engine", "prompts", "stream", "results"},
     {"generator"},

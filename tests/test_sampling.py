@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
+from fastdecode_rdma.logit_rules import LogitState, RuleCompiler
 from fastdecode_rdma.sampling import philox4x32, sample, uniforms
 from fastdecode_rdma.sequence import SamplingParams
 
@@ -24,9 +27,59 @@ def draw(logits: torch.Tensor, params: SamplingParams, *, seed: int = 1, **more)
     return sample(logits, [params] * rows, [seed] * rows, list(range(rows)), [0] * rows, **more)
 
 
-def oracle_distribution(row: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """vLLM's filters by sorting everything, in float64."""
-    x = row.astype(np.float64) / params.temperature
+EOS = 7
+
+
+def state_of(
+    params: SamplingParams,
+    *,
+    vocab: int = VOCAB,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> LogitState | None:
+    compiler = RuleCompiler(vocab_size=vocab, eos_ids=[EOS], encode=None)
+    rules = compiler.compile(params)
+    return None if rules is None else rules.start(np.array(prompt, np.int64), list(output))
+
+
+def oracle_logits(
+    row: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray:
+    """Everything before temperature, token by token in float64."""
+    x = row.astype(np.float64)
+    for token in range(len(x)):
+        is_allowed = params.allowed_token_ids is None or token in params.allowed_token_ids
+        for word in params.bad_words:
+            before = list(word[:-1])
+            if word[-1] == token and list(output)[len(output) - len(before) :] == before:
+                is_allowed = False
+        if len(output) < params.min_tokens and token in (*params.stop_token_ids, EOS):
+            is_allowed = False
+        if not is_allowed:
+            x[token] = -np.inf
+        x[token] += (params.logit_bias or {}).get(token, 0.0)
+        if params.logits_processors:
+            x[token] *= 0.5  # what `halve` does
+        if token in prompt or token in output:
+            factor = params.repetition_penalty
+            x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
+        x[token] -= params.frequency_penalty * list(output).count(token)
+        x[token] -= params.presence_penalty * (token in output)
+    return x
+
+
+def halve(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits / 2
+
+
+def oracle_distribution(
+    row: np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> np.ndarray:
+    """vLLM's rules and filters by sorting everything, in float64."""
+    x = oracle_logits(row, params, prompt, output) / params.temperature
     keep = np.ones(len(x), dtype=bool)
     if params.min_p:
         keep &= x >= x.max() + math.log(params.min_p)
@@ -105,19 +158,44 @@ def test_greedy_takes_the_lowest_id_of_equal_logits():
         SamplingParams(top_k=12, top_p=0.7, temperature=1.5),
         SamplingParams(top_k=20, top_p=0.9, min_p=0.1),
         SamplingParams(top_p=0.95, min_p=0.05),
+        SamplingParams(repetition_penalty=1.6),
+        SamplingParams(repetition_penalty=0.7),
+        SamplingParams(frequency_penalty=0.5),
+        SamplingParams(frequency_penalty=-0.3),
+        SamplingParams(presence_penalty=1.5),
+        SamplingParams(presence_penalty=-1.5),
+        SamplingParams(repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3),
+        SamplingParams(min_tokens=8, stop_token_ids=[5, 38]),
+        SamplingParams(bad_words=[[5], [38, 14], [14, 38], [1, 14, 14, 38]]),
+        SamplingParams(logit_bias={0: 3.0, 1: -2.0, 59: 6.0}),
+        SamplingParams(allowed_token_ids=[3, 5, 14, 38, 40, 41]),
+        SamplingParams(logits_processors=[halve]),
+        SamplingParams(
+            temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.3,
+            frequency_penalty=0.2, presence_penalty=0.2, min_tokens=9, stop_token_ids=[5],
+            bad_words=[[14, 38]], logit_bias={38: 2.0}, logits_processors=[halve],
+            allowed_token_ids=range(0, 60, 2),
+        ),
     ],
-    ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}",
-)
+    ids=lambda p: ",".join(
+        f"{f.name}={getattr(p, f.name)}"
+        for f in dataclasses.fields(p)
+        if getattr(p, f.name) != f.default and f.name != "logits_processors"
+    ),
+)  # fmt: skip
 def test_distribution_by_chi_square(params):
     """20,000 draws of one row; cells of fewer than 5 expected draws are pooled."""
     draws = 20_000
+    prompt, output = [1, 2, 3, 38, 38], [5, 40, 14, 5, 5, 14]
     row = logits_of(1, 60, seed=3)
-    expected = oracle_distribution(row[0].numpy(), params) * draws
+    expected = oracle_distribution(row[0].numpy(), params, prompt, output) * draws
+    states = [state_of(params, vocab=60, prompt=prompt, output=output)] * 500
     counts = np.zeros(60)
     for start in range(0, draws, 500):
         result = sample(
-            row.repeat(500, 1), [params] * 500, [11] * 500, range(start, start + 500), [0] * 500
-        )
+            row.repeat(500, 1), [params] * 500, [11] * 500, range(start, start + 500), [0] * 500,
+            states=states,
+        )  # fmt: skip
         counts += np.bincount(result.token_ids, minlength=60)
     assert counts[expected == 0].sum() == 0
     small = (expected > 0) & (expected < 5)
@@ -245,15 +323,47 @@ def test_minus_infinity_is_an_allowed_logit():
         assert all(result.finite) and set(result.token_ids) == {4, 9}
 
 
-def test_min_tokens_forbids_every_stop_until_then():
-    logits = torch.zeros(3, 20)
-    logits[:, 5] = 9.0
-    logits[:, 6] = 8.0
-    logits[:, 7] = 7.0
-    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[6])
-    assert draw(logits, params, eos_ids=[5]).token_ids == [7, 7, 5]
-    free = SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True)
-    assert draw(logits, free, eos_ids=[5]).token_ids == [5, 5, 5]
+def test_rows_under_rules_are_copies_and_their_neighbours_untouched():
+    logits = logits_of(3, seed=12)
+    before = logits.clone()
+    best = int(logits[1].argmax())
+    params = [SamplingParams(temperature=0.0, logprobs=2, logit_bias={best: -100.0})] * 3
+    states = [None, state_of(params[1]), None]
+    result = sample(logits, params, [0] * 3, [0] * 3, [0] * 3, states=states)
+    assert torch.equal(logits, before)
+    assert result.token_ids[0] == int(before[0].argmax()) and result.errors == {}
+    assert result.token_ids[1] == int(before[1].topk(2).indices[1])
+    # log-probabilities are the model's own, before all rules
+    exact = torch.log_softmax(before[1].double(), dim=0)
+    assert result.logprobs[1] == pytest.approx(exact[result.token_ids[1]].item(), abs=1e-5)
+    assert set(result.top_logprobs[1]) == set(before[1].topk(2).indices.tolist())
+    assert result.top_logprobs[1][result.token_ids[1]].rank == 2
+
+
+def test_a_row_whose_rules_leave_nothing_fails_alone():
+    def forbid(output_ids: list[int], logits: torch.Tensor) -> None:
+        logits.fill_(-torch.inf)
+
+    params = [SamplingParams(logprobs=1, logits_processors=[forbid] * (row == 1)) for row in (0, 1)]
+    states = [state_of(each) for each in params]
+    assert states[0] is None
+    result = sample(logits_of(2, seed=13), params, [0] * 2, [0] * 2, [0] * 2, states=states)
+    assert list(result.errors) == [1] and result.finite == [True, True]
+    assert "no token is left to choose: relax logits_processors" in str(result.errors[1])
+    assert result.token_ids[1] == -1 and result.token_ids[0] >= 0
+    assert result.logprobs[1] is None and result.logprobs[0] is not None
+
+
+def test_a_nan_of_the_model_shows_under_every_mask():
+    """Not even where the token that has it is forbidden."""
+    logits = logits_of(2, seed=14)
+    logits[1, 4] = float("nan")
+    params = [SamplingParams(allowed_token_ids=[1, 2], temperature=0.0)] * 2
+    result = sample(
+        logits, params, [0] * 2, [0] * 2, [0] * 2, states=[state_of(each) for each in params]
+    )
+    assert result.finite == [True, False] and result.token_ids[1] == -1
+    assert result.errors == {}
 
 
 def test_samples_of_one_request_differ():

@@ -17,7 +17,7 @@ from fastdecode_rdma.attention.backend import AttentionBackend
 from fastdecode_rdma.config import StepCode
 from fastdecode_rdma.engine.admission import CautiousPlacement
 from fastdecode_rdma.engine.decode import DecodeRunner, build_batch
-from fastdecode_rdma.engine.outputs import accept_token, failed_by, non_finite
+from fastdecode_rdma.engine.outputs import accept_token, failed_by, no_token, non_finite
 from fastdecode_rdma.engine.prefill_queue import PrefillQueue
 from fastdecode_rdma.engine.state import (
     EngineCounters,
@@ -323,14 +323,14 @@ class Engine:
             [seq.request.seed for seq in sequences],
             [len(seq.output_ids) for seq in sequences],
             [seq.sample_index for seq in sequences],
-            eos_ids=self.options.eos_token_ids,
+            states=[seq.logit_state for seq in sequences],
         )
         events: dict[Request, list[TokenEvent]] = {}
         finished: list[LiveSequence] = []
         failed: list[tuple[LiveSequence, FastDecodeError]] = []
         for row, seq in enumerate(sequences):
-            if not sampled.finite[row]:
-                failed.append((seq, non_finite(seq, "logits")))
+            if sampled.token_ids[row] < 0:
+                failed.append((seq, no_token(seq, sampled.errors.get(row))))
                 continue
             try:
                 event = accept_token(seq, sampled, row, self.options)

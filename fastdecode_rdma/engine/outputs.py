@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, Request
-from fastdecode_rdma.errors import FastDecodeError
+from fastdecode_rdma.errors import FastDecodeError, SamplingError
 from fastdecode_rdma.sampling import SampledTokens
 from fastdecode_rdma.sequence import Logprob, TokenEvent
 
@@ -67,6 +67,16 @@ def failed_by(request: Request, error: Exception) -> FastDecodeError:
     """Returns the error of a request that something outside the engine ended."""
     wrapped = FastDecodeError(f"request {request.index}: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
+    return wrapped
+
+
+def no_token(seq: LiveSequence, error: SamplingError | None) -> FastDecodeError:
+    """Returns the error of a request for which no token could be chosen."""
+    if error is None:
+        return non_finite(seq, "logits")
+    place = len(seq.output_ids)
+    wrapped = SamplingError(f"request {seq.request.index}, output token {place}: {error}")
+    wrapped.__cause__ = error.__cause__
     return wrapped
 
 

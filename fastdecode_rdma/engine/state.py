@@ -10,6 +10,7 @@ import numpy as np
 from fastdecode_rdma.detokenizer import IncrementalDetokenizer
 from fastdecode_rdma.engine.prefill import PrefillJob
 from fastdecode_rdma.errors import FastDecodeError
+from fastdecode_rdma.logit_rules import LogitRules, LogitState
 from fastdecode_rdma.scheduler.base import Job
 from fastdecode_rdma.sequence import SamplingParams, TokenEvent
 
@@ -48,6 +49,7 @@ class Request:
     make_detokenizer: Callable[[], IncrementalDetokenizer | None]
     deliver: Callable[[list[TokenEvent]], None]
     fail: Callable[[int, FastDecodeError], None]
+    rules: LogitRules | None = None  # what its parameters do to logits, if anything
     sequences: list[LiveSequence] = field(default_factory=list)
 
 
@@ -69,6 +71,12 @@ class LiveSequence:
     kv_len: int = 0
     ready: bool = False
     cancelled: bool = False
+    logit_state: LogitState | None = None
+
+    def __post_init__(self) -> None:
+        rules = self.request.rules
+        if rules is not None:
+            self.logit_state = rules.start(self.request.prompt_ids, self.output_ids)
 
     @property
     def num_tokens(self) -> int:
