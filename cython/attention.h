@@ -30,7 +30,9 @@ enum {
     FD_MAX_DIM = 1024,
     FD_UPLOAD = 1,    /* entry flag: the rows come by store() */
 };
-enum { FD_FP32 = 0, FD_FP16 = 1, FD_BF16 = 2 };
+enum { FD_FP32 = 0, FD_FP16 = 1, FD_BF16 = 2, FD_INT8 = 3, FD_INT4 = 4 }; /* the last two hold K/V only */
+enum { FD_INT8_SCALE_BYTES = 4, FD_INT4_GROUP_BYTES = 20 }; /* see attention_quant.h */
+#define FD_QUANT_TINY 1e-35f /* values of this size are zero: their scale has no finite inverse */
 
 typedef struct fd_slab fd_slab;
 
@@ -151,7 +153,24 @@ typedef struct fd_ctx {
     uint64_t kernel_ns, attends;
 } fd_ctx;
 
-static const size_t fd_dtype_bytes[] = {4, 2, 2};
+static const size_t fd_dtype_bytes[] = {4, 2, 2}; /* of what comes over the wire */
+
+/* Bytes of one K or V row of a head, as config.kv_row_bytes says. */
+static size_t fd_row_bytes(int dtype, size_t dim) {
+    if (dtype == FD_INT8) return FD_INT8_SCALE_BYTES + dim;
+    if (dtype == FD_INT4) return (dim + 31) / 32 * 4 + (dim + 15) / 16 * 8;
+    return dim * fd_dtype_bytes[dtype];
+}
+
+/* Bytes that n elements take in the middle of a row: how fast prefetching must go. */
+static inline __attribute__((always_inline)) size_t fd_stream_bytes(int dtype, size_t n) {
+    switch (dtype) {
+        case FD_FP32: return 4 * n;
+        case FD_INT8: return n;
+        case FD_INT4: return n * FD_INT4_GROUP_BYTES / 32;
+        default: return 2 * n;
+    }
+}
 
 /* Makes room for `need` items of `item` bytes, at least doubling; 0 when there is no memory. */
 static int fd_reserve(void *array, int64_t *cap, int64_t need, size_t item) {

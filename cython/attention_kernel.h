@@ -32,10 +32,16 @@ FD_INLINE void ISA(fetch)(const char *ahead, size_t at, size_t nbytes, size_t li
         if (nbytes >= 64 || at % 64 < nbytes) __builtin_prefetch(ahead + at + b);
 }
 
+/* Scale of an int8 row. */
+FD_INLINE float ISA(scale)(const char *row) {
+    float scale;
+    memcpy(&scale, row, sizeof scale);
+    return scale;
+}
+
 /* Scores of H vectors against tokens [t, t+4), fetching ahead[at .. at + 4 rows) meanwhile. */
 FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *k, size_t row, const char *ahead,
                          size_t at, size_t limit, float *scores) {
-    const size_t element = dtype == FD_FP32 ? 4 : 2;
     v4f r[4];
     if (H == 4) {
         for (int t = 0; t < 4; t += 2) {
@@ -43,7 +49,7 @@ FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *
             const char *k0 = k + t * row, *k1 = k0 + row;
             for (int i = 0; i < dim; i += VL) {
                 vf a = ISA(load_as)(k0, i, dtype), b = ISA(load_as)(k1, i, dtype);
-                ISA(fetch)(ahead, at + t * row + 2 * i * element, 2 * VL * element, limit);
+                ISA(fetch)(ahead, at + t * row + fd_stream_bytes(dtype, 2 * i), fd_stream_bytes(dtype, 2 * VL), limit);
                 for (int h = 0; h < 4; h++) {
                     vf qh = ISA(load)(q + h * dim + i);
                     acc[h][0] = ISA(fma)(a, qh, acc[h][0]);
@@ -63,7 +69,7 @@ FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *
     } else {
         vf acc[3][4] = {{{0}}};
         for (int i = 0; i < dim; i += VL) {
-            ISA(fetch)(ahead, at + 4 * i * element, 4 * VL * element, limit);
+            ISA(fetch)(ahead, at + fd_stream_bytes(dtype, 4 * i), fd_stream_bytes(dtype, 4 * VL), limit);
             for (int t = 0; t < 4; t++) {
                 vf kt = ISA(load_as)(k + t * row, i, dtype);
                 for (int h = 0; h < H; h++) acc[h][t] = ISA(fma)(kt, ISA(load)(q + h * dim + i), acc[h][t]);
@@ -71,15 +77,19 @@ FD_INLINE void ISA(dot4)(int H, int dtype, const float *q, int dim, const char *
         }
         for (int h = 0; h < H; h++) r[h] = ISA(sums)(acc[h][0], acc[h][1], acc[h][2], acc[h][3]);
     }
+    if (dtype == FD_INT8) {
+        const v4f scales = {ISA(scale)(k), ISA(scale)(k + row), ISA(scale)(k + 2 * row), ISA(scale)(k + 3 * row)};
+        for (int h = 0; h < H; h++) r[h] *= scales;
+    }
     for (int h = 0; h < H; h++) memcpy(scores + h * FD_SCORES, &r[h], sizeof r[h]);
 }
 
 /* Adds weights * V of tokens [from, to) to the NV vectors of H accumulators from dimension d on. */
 FD_INLINE void ISA(add)(int H, int NV, int dtype, const float *weights, const char *v, size_t row, int from, int to,
                         const char *ahead, int ahead_rows, float *acc, int dim, int d) {
-    const size_t element = dtype == FD_FP32 ? 4 : 2, nbytes = NV * VL * element;
-    ahead += d * element * FD_BLOCK;
-    const size_t limit = ahead_rows * row - fd_min(ahead_rows * row, d * element * FD_BLOCK);
+    const size_t nbytes = fd_stream_bytes(dtype, NV * VL), skipped = fd_stream_bytes(dtype, d) * FD_BLOCK;
+    ahead += skipped;
+    const size_t limit = ahead_rows * row - fd_min(ahead_rows * row, skipped);
     vf a[4][8];
     for (int h = 0; h < H; h++)
         for (int j = 0; j < NV; j++) a[h][j] = ISA(load)(acc + h * dim + d + j * VL);
@@ -147,8 +157,20 @@ FD_INLINE void ISA(score_pass)(const ISA(view) *view, int dtype, int n, const IS
     }
 }
 
+/* Multiplies the weights of n vectors by the scales of the int8 rows of one block. Lanes outside of a span are
+ * never read. */
+FD_INLINE void ISA(scale_weights)(const char *v, size_t row, int b, int n, const ISA(span) *spans, float *weights) {
+    float scales[FD_BLOCK];
+    for (int t = 0; t < FD_BLOCK; t++) scales[t] = ISA(scale)(v + t * row);
+    for (int i = 0; i < n; i++) {
+        const int from = (int)fd_max(0, spans[i].lo - b) / VL * VL, to = (int)fd_min(FD_BLOCK, spans[i].hi - b);
+        float *w = weights + i * FD_SCORES + b;
+        for (int t = from; t < to; t += VL) ISA(store)(w + t, ISA(load)(w + t) * ISA(load)(scales + t));
+    }
+}
+
 /* V pass. Vectors of a tile share the tokens that all of them see; the ragged ends go one by one, in order. */
-FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *weights,
+FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, float *weights,
                                float *acc) {
     const int dim = view->group->head_dim, end = spans[n - 1].hi;
     const size_t row = view->group->row_bytes;
@@ -157,6 +179,7 @@ FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const IS
         const char *v = ISA(block)(view, b) + view->v_offset, *ahead = v;
         int ahead_rows = (int)fd_max(0, fd_min(FD_BLOCK, end - b - FD_BLOCK));
         if (ahead_rows) ahead = ISA(block)(view, b + FD_BLOCK) + view->v_offset;
+        if (dtype == FD_INT8) ISA(scale_weights)(v, row, b, n, spans, weights);
         for (int i = 0, h; i < n; i += h, ahead_rows = 0) {
             h = ISA(tile)(n - i);
             const ISA(span) *s = spans + i;
@@ -205,12 +228,16 @@ static void ISA(segment)(const ISA(view) *view, int n, const ISA(span) *spans, f
     switch (view->dtype) {
         case FD_FP16: ISA(score_pass)(view, FD_FP16, n, spans, q, scores); break;
         case FD_BF16: ISA(score_pass)(view, FD_BF16, n, spans, q, scores); break;
+        case FD_INT8: ISA(score_pass)(view, FD_INT8, n, spans, q, scores); break;
+        case FD_INT4: ISA(score_pass)(view, FD_INT4, n, spans, q, scores); break;
         default: ISA(score_pass)(view, FD_FP32, n, spans, q, scores);
     }
     for (int v = 0; v < n; v++) sums[v] = ISA(softmax)(scores + v * FD_SCORES, spans[v], softcap, &maxima[v]);
     switch (view->dtype) {
         case FD_FP16: ISA(value_pass)(view, FD_FP16, n, spans, scores, acc); break;
         case FD_BF16: ISA(value_pass)(view, FD_BF16, n, spans, scores, acc); break;
+        case FD_INT8: ISA(value_pass)(view, FD_INT8, n, spans, scores, acc); break;
+        case FD_INT4: ISA(value_pass)(view, FD_INT4, n, spans, scores, acc); break;
         default: ISA(value_pass)(view, FD_FP32, n, spans, scores, acc);
     }
 }

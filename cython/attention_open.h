@@ -35,7 +35,7 @@ static void fd_set_group(fd_ctx *ctx, int32_t g, int32_t num_layers, int32_t num
     group->heads_per_kv = num_q_heads / num_kv_heads;
     group->window = window;
     group->ring = ring;
-    group->row_bytes = (size_t)head_dim * fd_dtype_bytes[ctx->kv_dtype];
+    group->row_bytes = fd_row_bytes(ctx->kv_dtype, (size_t)head_dim);
     group->head_bytes = group->row_bytes * FD_BLOCK;
     group->side_bytes = group->head_bytes * (size_t)num_kv_heads;
     group->layer_bytes = 2 * group->side_bytes;

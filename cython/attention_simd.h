@@ -68,9 +68,23 @@ FD_INLINE void ISA(round_bf16)(uint16_t *dst, vf v) {
     for (int i = 0; i < VL; i++) dst[i] = (uint16_t)((uint32_t)rounded[i] >> 16);
 }
 
-/* Loads VL elements from element `i` on of an array of the given type. */
+/* Lanes that are infinite or not a number, as a mask to be or-ed together. */
+FD_INLINE vi ISA(bad)(vf v) { return ((vi)v & 0x7f800000) == 0x7f800000; }
+
+FD_INLINE int ISA(any)(vi mask) {
+    int32_t lanes[VL], any = 0;
+    memcpy(lanes, &mask, sizeof lanes);
+    for (int i = 0; i < VL; i++) any |= lanes[i];
+    return any != 0;
+}
+
+#include "attention_quant.h"
+
+/* Loads VL elements from element `i` on of a row of the given type; int8 without its scale. */
 FD_INLINE vf ISA(load_as)(const void *p, int64_t i, int dtype) {
     switch (dtype) {
+        case FD_INT8: return ISA(load_int8)((const char *)p + FD_INT8_SCALE_BYTES + i);
+        case FD_INT4: return ISA(load_int4)((const char *)p, i);
         case FD_FP16: return ISA(load_fp16)((const uint16_t *)p + i);
         case FD_BF16: return ISA(load_bf16)((const uint16_t *)p + i);
         default: return ISA(load)((const float *)p + i);
@@ -120,16 +134,6 @@ FD_INLINE vf ISA(tanh)(vf x) {
     return ISA(pick)(a < ISA(splat)(0.625f), p, (vf)((vi)far | sign));
 }
 
-/* Lanes that are infinite or not a number, as a mask to be or-ed together. */
-FD_INLINE vi ISA(bad)(vf v) { return ((vi)v & 0x7f800000) == 0x7f800000; }
-
-FD_INLINE int ISA(any)(vi mask) {
-    int32_t lanes[VL], any = 0;
-    memcpy(lanes, &mask, sizeof lanes);
-    for (int i = 0; i < VL; i++) any |= lanes[i];
-    return any != 0;
-}
-
 /* dst[i] = scale * src[i] in fp32; 1 when some src[i] is not finite. n is a multiple of 8. */
 FD_INLINE int ISA(load_row)(float *dst, const void *src, int n, int dtype, float scale) {
     vi bad = {0};
@@ -142,9 +146,11 @@ FD_INLINE int ISA(load_row)(float *dst, const void *src, int n, int dtype, float
     return ISA(any)(bad);
 }
 
-/* Rounds a row to nearest even; 1 when some rounded value is not finite. n is a multiple of 8. */
+/* Rounds a row to its stored form, to nearest even; 1 when some rounded value is not finite. n is a multiple of 8. */
 FD_INLINE int ISA(round_row)(void *dst, const float *src, int n, int dtype) {
     vi bad = {0};
+    if (dtype == FD_INT8) return ISA(quantise_int8)(dst, src, n);
+    if (dtype == FD_INT4) return ISA(quantise_int4)(dst, src, n);
     for (int i = 0; i < n; i += VL) {
         vf v = ISA(load)(src + i);
         switch (dtype) {

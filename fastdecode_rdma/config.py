@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,15 @@ UPLOAD_TABLE = 2  # tables 0 and 1 are the decode mini-batches, the rest carry p
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of one element, by the names used on the command line and on the wire."""
+
+KV_ROW_BYTES: dict[str, Callable[[int], int]] = {
+    "fp32": lambda dim: 4 * dim,
+    "fp16": lambda dim: 2 * dim,
+    "bf16": lambda dim: 2 * dim,
+    "int8": lambda dim: 4 + dim,
+    "int4": lambda dim: 4 * -(-dim // 32) + 8 * -(-dim // 16),
+}
+"""Bytes of one token's K (or V) of one head, by head_dim and KV dtype, scales included."""
 
 DTYPE_ALIASES = {
     "float32": "fp32",
@@ -61,6 +71,15 @@ def dtype_name(name: str, *, allowed: tuple[str, ...] = tuple(DTYPE_BYTES)) -> s
     if short not in allowed:
         raise ConfigError(f"dtype {name!r} is not supported here; expected one of {allowed}")
     return short
+
+
+def kv_dtype_name(name: str) -> str:
+    """Returns our short name of a KV-cache dtype: a float dtype, "int8" or "int4".
+
+    Raises:
+        ConfigError: there is no such KV dtype.
+    """
+    return dtype_name(name, allowed=tuple(KV_ROW_BYTES))
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,7 @@ class AttentionGeometry:
     wire_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        dtype_name(self.kv_dtype)
+        kv_dtype_name(self.kv_dtype)
         dtype_name(self.wire_dtype)
         layers = sorted(layer for group in self.groups for layer in group.layers)
         if not layers or layers != list(range(len(layers))) or len(layers) > 4096:

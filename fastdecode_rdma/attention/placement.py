@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastdecode_rdma.config import DTYPE_BYTES, AttentionGeometry
+from fastdecode_rdma.config import KV_ROW_BYTES, AttentionGeometry
 
 BLOCK_TOKENS = 64
 RING_SLACK_TOKENS = 64
@@ -28,7 +28,7 @@ def kv_bytes(geometry: AttentionGeometry, num_tokens: int) -> int:
         blocks = whole
         if group.window is not None:
             blocks = min(whole, -(-(group.window + RING_SLACK_TOKENS) // BLOCK_TOKENS) + 1)
-        row_bytes = group.num_kv_heads * group.head_dim * DTYPE_BYTES[geometry.kv_dtype]
+        row_bytes = group.num_kv_heads * KV_ROW_BYTES[geometry.kv_dtype](group.head_dim)
         total += blocks * 2 * len(group.layers) * BLOCK_TOKENS * row_bytes
     return total
 
@@ -166,6 +166,15 @@ class Placement:
         """Takes a worker out for good. What it held stays booked until it is released."""
         self._workers[index].alive = False
 
+    @property
+    def num_workers(self) -> int:
+        """Workers ever added, lost ones included."""
+        return len(self._workers)
+
     def used_bytes(self, index: int) -> int:
         """Returns the bytes booked on a worker."""
         return self._workers[index].used_bytes
+
+    def capacity_bytes(self, index: int) -> int:
+        """Returns the bytes that may be booked on a worker."""
+        return self._workers[index].capacity_bytes

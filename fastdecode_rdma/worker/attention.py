@@ -76,7 +76,7 @@ def max_rows_per_entry(geometry: AttentionGeometry) -> int:
 
 def block_bytes(geometry: AttentionGeometry, group: KVGroup) -> int:
     """Bytes of one block: K and V of BLOCK_TOKENS tokens in all layers of the group."""
-    row = group.num_kv_heads * group.head_dim * kv_dtype(geometry.kv_dtype).itemsize
+    row = group.num_kv_heads * kv_dtype(geometry.kv_dtype).row_bytes(group.head_dim)
     return 2 * len(group.layers) * BLOCK_TOKENS * row
 
 

@@ -130,7 +130,10 @@ def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndar
     def sent(x: np.ndarray) -> np.ndarray:
         return wire.decode(wire.encode(x))
 
-    k, v = (form.decode(form.encode(sent(x))).astype(np.float64) for x in (work.k, work.v))
+    dim = group.head_dim
+    k, v = (
+        form.decode(form.encode(sent(x)))[..., :dim].astype(np.float64) for x in (work.k, work.v)
+    )
     q = sent(work.q).astype(np.float64) * geometry.scale
     share = group.num_q_heads // group.num_kv_heads
     out = np.empty(q.shape)
@@ -281,11 +284,15 @@ def test_rounding_is_that_of_kv_dtypes_bit_for_bit(isa: str, kv: str) -> None:
         session.begin_step(2, 0, np.array([(1, 0, 60, ENTRY_UPLOAD)], ENTRY_DTYPE))
         session.store(2, 0, 0, 0, values, -values)
         data = session.export_range(1, 0, 60)
-    stored = np.frombuffer(data[-2 * 60 * 1024 * form.itemsize :], form.storage).reshape(2, 60, -1)
+    nbytes = 2 * 60 * form.row_bytes(1024)
+    stored = np.frombuffer(data[-nbytes:], form.storage).reshape(2, 60, -1)
     for kept, given in zip(stored, (values, -values), strict=True):
         nan = np.isnan(given)
         assert np.isnan(form.decode(kept)[nan]).all()
-        unsigned = f"<u{form.itemsize}"
+        if form.is_quantized:
+            assert np.array_equal(kept, form.encode(given))
+            continue
+        unsigned = f"<u{form.storage.itemsize}"
         assert np.array_equal(
             kept[~nan].view(unsigned), form.encode(given[~nan]).astype(form.storage).view(unsigned)
         )
@@ -369,6 +376,42 @@ def test_overflow_of_the_kv_dtype_is_flagged(isa: str) -> None:
     works[0].k[-1, 0, 0] = 70000.0
     _, statuses = attend(geometry, works, isa=isa)
     assert [status.tolist() for status in statuses] == [[1], [0]]
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("dim", [8, 24, 40, 64, 200])
+def test_quantised_rows_are_those_of_kv_dtypes_bit_for_bit(isa: str, kv: str, dim: int) -> None:
+    """Rows of ordinary size, constant, zero, tiny, huge, of one sign; of every tail of a group."""
+    form, geometry = KV_DTYPES[kv], one_layer(1, 1, dim, kv=kv)
+    values = noise((400, dim), dim)
+    values[50:60] = 3.14159
+    values[60:70] = 0.0
+    values[70:80] *= np.float32(1e-37)
+    values[80:90] *= np.float32(1e37)
+    values[90:150] = np.abs(values[90:150]) + 7.0
+    values[150:200] *= np.float32(2.0) ** np.arange(-25, 25, dtype=np.float32)[:, None]
+    values[200:300] = np.rint(values[200:300] * 4) / 8  # ties
+    with AttentionSession(geometry, MemoryBudget(1 << 26), 1, isa=isa) as session:
+        session.begin_step(2, 0, np.array([(1, 0, 400, ENTRY_UPLOAD)], ENTRY_DTYPE))
+        session.store(2, 0, 0, 0, values, -values)
+        data = session.export_range(1, 0, 400)
+    nbytes = 2 * 400 * form.row_bytes(dim)
+    kept = np.frombuffer(data[-nbytes:], np.uint8).reshape(2, 400, -1)
+    for stored, given in zip(kept, (values, -values), strict=True):
+        assert np.array_equal(stored, form.encode(given))
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_quantised_rows_load_exactly(isa: str, kv: str) -> None:
+    """With a window of one token the output is V as stored, whatever the group size."""
+    form = KV_DTYPES[kv]
+    for share, dim in ((1, 128), (4, 72), (3, 8)):
+        geometry = one_layer(share, 1, dim, kv=kv, window=1)
+        values = noise((50, 1, 1, dim), 11)
+        works = [Work(v * 0, v, np.ones((1, share, dim), np.float32)) for v in values]
+        outputs, _ = attend(geometry, works, isa=isa)
+        expected = form.decode(form.encode(values))[..., :dim]
+        assert np.array_equal(np.stack(outputs), np.broadcast_to(expected, (50, 1, share, dim)))
 
 
 def test_isa_is_chosen_by_argument_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
