@@ -31,6 +31,8 @@ cdef extern from "dense.h" nogil:
         const float *bias
         float *out
         int64_t n
+        int64_t x_stride
+        int64_t out_stride
         float eps
         float offset
         int layer_norm
@@ -96,11 +98,12 @@ def gemm(uintptr_t x, int64_t x_stride, int64_t m, uintptr_t packed, int weight_
 
 
 def norm(uintptr_t x, uintptr_t y, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t m, int64_t n,
-         float eps, float offset, bint layer_norm, int num_threads):
-    """x [m, n] += y (unless 0), in place; out = RMS norm or LayerNorm of x."""
+         float eps, float offset, bint layer_norm, int num_threads, int64_t x_stride=0, int64_t out_stride=0):
+    """x [m, n] += y (unless 0), in place; out = RMS norm or LayerNorm of x. Strides in elements; 0 means n."""
     cdef dense_norm_job job
     job.x, job.y, job.weight, job.bias = <float *>x, <const float *>y, <const float *>weight, <const float *>bias
     job.out, job.n, job.eps, job.offset, job.layer_norm = <float *>out, n, eps, offset, layer_norm
+    job.x_stride, job.out_stride = x_stride or n, out_stride or n
     with nogil:
         dense_rows(DENSE_OP_NORM, &job, m, n, num_threads)
 

@@ -48,7 +48,7 @@ typedef struct {
     float *x;
     const float *y, *weight, *bias;
     float *out;
-    int64_t n;
+    int64_t n, x_stride, out_stride; /* y is contiguous */
     float eps, offset;
     int layer_norm;
 } dense_norm_job;

@@ -211,7 +211,7 @@ static void DENSE(layer_norm_row)(const float *x, const float *weight, const flo
 static void DENSE(norm_rows)(const dense_norm_job *job, int64_t m0, int64_t m1)
 {
     for (int64_t m = m0; m < m1; m++) {
-        float *x = job->x + m * job->n, *out = job->out + m * job->n;
+        float *x = job->x + m * job->x_stride, *out = job->out + m * job->out_stride;
         if (job->y) {
             const float *y = job->y + m * job->n;
             for (int64_t i = 0; i < job->n; i++) x[i] += y[i];

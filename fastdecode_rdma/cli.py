@@ -16,6 +16,7 @@ from fastdecode_rdma.errors import ConfigError, FastDecodeError
 COMMANDS: dict[str, tuple[str, str]] = {
     "worker": ("worker.command", "serve attention and hold the KV-cache for engines"),
     "status": ("attention.status_command", "show the figures of running workers"),
+    "models": ("models.models_command", "list the model architectures that load"),
     "doctor": ("doctor", "show what this machine has and what will be used"),
     "token": ("worker.token_command", "make a shared token for workers and engines"),
     "demo": ("hub.demo_command", "fetch a small model and decode with a worker on this machine"),

@@ -217,7 +217,10 @@ class CpuOps:
         unit_offset: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight; `unit_offset`: * (1 + weight). [T, H] -> [T, H]."""
+        """x / sqrt(mean(x^2) + eps) * weight; `unit_offset`: * (1 + weight). [T, H] -> [T, H].
+
+        Rows of x and `out` may be strided: a range of columns of longer rows.
+        """
         return self._norm(x, None, weight, None, eps, float(unit_offset), False, out)
 
     def add_rms_norm(
@@ -262,7 +265,7 @@ class CpuOps:
         _dense.norm(
             x.data_ptr(), _address(y), _address(weight), _address(bias), out.data_ptr(), rows,
             width,
-            eps, offset, is_layer_norm, self.num_threads,
+            eps, offset, is_layer_norm, self.num_threads, x.stride(0), out.stride(0),
         )  # fmt: skip
         return out
 

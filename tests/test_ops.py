@@ -112,6 +112,17 @@ def test_norms_match_the_oracle(ops: CpuOps, rows: int, width: int, unit_offset:
     torch.testing.assert_close(actual, expected, rtol=tol, atol=4 * tol)
 
 
+def test_a_norm_of_some_columns_leaves_the_others_alone(ops: CpuOps) -> None:
+    torch.manual_seed(4)
+    rows, weight = torch.randn(5, 100), torch.randn(48)
+    before = rows.clone()
+    part = rows[:, 20:68]
+    expected = ops.rms_norm(before[:, 20:68].contiguous(), weight, 1e-5)
+    assert ops.rms_norm(part, weight, 1e-5, out=part) is part
+    assert torch.equal(part, expected)
+    assert torch.equal(rows[:, :20], before[:, :20]) and torch.equal(rows[:, 68:], before[:, 68:])
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
 @pytest.mark.parametrize("width", [8, 30, 1536])
 def test_activations_match_the_oracle_over_their_whole_range(

@@ -11,8 +11,12 @@ from typing import Any
 
 from fastdecode_rdma.config import KVGroup
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.models.families import read_fields, read_json
+from fastdecode_rdma.models.hf_keys import read_json
+from fastdecode_rdma.models.hf_model import read_fields
 from fastdecode_rdma.models.rope import RopeSpec
+
+NORM_ORDERS = ("before", "around", "after", "after_sum")
+QK_NORMS = (None, "head", "row")
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,14 @@ class ModelConfig:
     """A decoder model in our words. Tuples hold one entry per layer.
 
     `windows`: tokens a layer sees, None for all. `ropes`: rotary embedding, None for none.
-    `max_model_len`: tokens the positions reach. `dtype`: what the config says of the checkpoint.
+    `max_model_len`: tokens of the longest sequence unless more is asked for, up to
+    `longest_model_len`. `dtype`: what the config says of the checkpoint.
+
+    `norm_order`: a block's norm comes "before" it, "around" it (before and after), "after" it, or
+    "after_sum" with the residual. `qk_norm`: q and k are normed by "head" or by "row", all heads
+    together. `unit_offset`: norm weights are stored less 1. `fused`: q, k, v, and gate and up, are
+    one tensor each in the checkpoint. `residual_scale` multiplies what a block adds,
+    `logits_scale` the logits before the softcap.
     `embed_dim` differs from `hidden_size` where embeddings are projected.
     `renames`: checkpoint name prefixes (old, new); `ignored`: prefixes of tensors left unread.
     """
@@ -45,9 +56,15 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    longest_model_len: int | None = None
+    norm_order: str = "before"
+    qk_norm: str | None = None
+    unit_offset: bool = False
+    fused: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     embed_dim: int | None = None
-    norm_before: bool = True
     norm_affine: bool = True
     final_norm: bool = True
     attn_softcap: float | None = None
@@ -71,12 +88,24 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.norm_order not in NORM_ORDERS:
+            raise ConfigError(f"norm_order must be one of {NORM_ORDERS}, got {self.norm_order!r}")
+        if self.qk_norm not in QK_NORMS:
+            raise ConfigError(f"qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}")
         for name in ("windows", "ropes"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers"
                 )
-        for name in ("norm_eps", "scale", "embed_scale", "attn_softcap", "final_softcap"):
+        for name in (
+            "norm_eps",
+            "scale",
+            "embed_scale",
+            "residual_scale",
+            "logits_scale",
+            "attn_softcap",
+            "final_softcap",
+        ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value}")

@@ -1,47 +1,175 @@
-"""The architectures. One is a row of FAMILIES: its file, its reader, and its keys' defaults."""
+"""The architectures. One is a row of FAMILIES: its file, its reader, and its keys' defaults.
+
+Defaults are those of transformers: what a config.json means that leaves the key out.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from fastdecode_rdma.config import dtype_name
-from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.models.hf_config import Family, Keys, read_opt, read_rope_decoder
+from fastdecode_rdma.models.hf_config import Family, read_opt, read_rope_decoder
+from fastdecode_rdma.models.hf_layers import TypedLayers, nope_layers, one_window, upper_layers
 
-_LLAMA = {
+_BASE = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
     "rope_theta": 10000.0,
-    "attention_bias": False,
-    "mlp_bias": False,
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
-_GEMMA3 = {
-    "vocab_size": 262208,
+_LLAMA = _BASE | {"attention_bias": False, "mlp_bias": False}
+_MISTRAL = _BASE | {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_QWEN2 = _BASE | {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "eos_token_id": None,
+}
+_QWEN3 = _QWEN2 | {"head_dim": 128, "attention_bias": False}
+_GEMMA = _BASE | {
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+_GEMMA2 = _GEMMA | {
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3 = _GEMMA2 | {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
     "rope_theta": 1000000.0,
     "rope_local_base_freq": 10000.0,
-    "attention_bias": False,
-    "mlp_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_PHI3 = _BASE | {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "eos_token_id": 32000,
+}
+_SMOLLM3 = _LLAMA | {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2000000.0,
+    "use_sliding_window": False,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
     "tie_word_embeddings": True,
-    "eos_token_id": 1,
+    "eos_token_id": 128001,
+}
+_GRANITE = _LLAMA | {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_OLMO2 = _BASE | {
+    "vocab_size": 50304,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "eos_token_id": 50279,
+}
+_OLMO3 = _OLMO2 | {"rope_theta": 500000.0, "sliding_window": 4096}
+_EXAONE4 = _BASE | {
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+}
+_SEED_OSS = _LLAMA | {
+    "vocab_size": 155136,
+    "hidden_size": 4096,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 80,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 524288,
+    "attention_bias": True,
+    "attention_out_bias": False,
+}
+_CWM = _BASE | {
+    "vocab_size": 128256,
+    "hidden_size": 6144,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "sliding_window": 8192,
+    "eos_token_id": [128001, 128008, 128009],
 }
 _OPT = {
     "max_position_embeddings": 2048,
@@ -54,27 +182,67 @@ _OPT = {
     "eos_token_id": 2,
 }
 
-_GEMMA3_FAMILY = Family(
-    module="gemma3",
-    model_type="gemma3_text",
-    read=read_rope_decoder,
-    defaults=_GEMMA3,
+
+def _decoder(model_type: str, models: str, defaults: Mapping[str, Any], **own: Any) -> Family:
+    """A row whose layers decoder.py builds."""
+    return Family("decoder", model_type, models, read_rope_decoder, defaults, **own)
+
+
+_NO_BIAS = {"qkv_bias": False, "o_bias": False}
+_GEMMA_NORMS = {"norm_order": "around", "unit_offset": True, "scale_embeddings": True}
+_GEMMA3_ROW = _decoder(
+    "gemma3_text",
+    "Gemma 3 270M, 1B; text of 4B to 27B",
+    _GEMMA3,
+    layers=TypedLayers(period=6, full_at=5, period_key="sliding_window_pattern"),
     activation_key="hidden_activation",
-    scale_embeddings=True,
+    qk_norm="head",
+    stretch_max_len=False,
+    local_theta="rope_local_base_freq",
+    **_GEMMA_NORMS,
 )
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        module="llama",
-        model_type="llama",
-        read=read_rope_decoder,
-        defaults=_LLAMA,
-        stretch_max_len=True,
+    "LlamaForCausalLM": _decoder(
+        "llama", "Llama 1 to 3.3, SmolLM 1 and 2, Yi, DeepSeek LLM", _LLAMA, mlp_bias="mlp_bias"
     ),
-    "Gemma3ForCausalLM": _GEMMA3_FAMILY,
+    "MistralForCausalLM": _decoder(
+        "mistral", "Mistral 7B, NeMo, Small; Codestral", _MISTRAL, layers=one_window, **_NO_BIAS
+    ),
+    "MinistralForCausalLM": _decoder(
+        "ministral",
+        "Ministral 8B",
+        _MISTRAL,
+        layers=TypedLayers(period=1, full_at=-1),
+        **_NO_BIAS,
+    ),
+    "Qwen2ForCausalLM": _decoder(
+        "qwen2", "Qwen 1.5, 2, 2.5", _QWEN2, layers=upper_layers, qkv_bias=True, o_bias=False
+    ),
+    "Qwen3ForCausalLM": _decoder(
+        "qwen3", "Qwen 3 (dense)", _QWEN3, layers=upper_layers, qk_norm="head"
+    ),
+    "GemmaForCausalLM": _decoder(
+        "gemma",
+        "Gemma 1",
+        _GEMMA,
+        # Its first files say "gelu" and mean the tanh form.
+        activations={"gelu": "gelu_tanh"},
+        unit_offset=True,
+        scale_embeddings=True,
+    ),
+    "Gemma2ForCausalLM": _decoder(
+        "gemma2",
+        "Gemma 2",
+        _GEMMA2,
+        layers=TypedLayers(period=2, full_at=1),
+        activation_key="hidden_activation",
+        **_GEMMA_NORMS,
+    ),
+    "Gemma3ForCausalLM": _GEMMA3_ROW,
     # The text half of the multi-modal model; both layouts that transformers has saved.
     "Gemma3ForConditionalGeneration": replace(
-        _GEMMA3_FAMILY,
+        _GEMMA3_ROW,
         model_type="gemma3",
         renames=(
             ("language_model.model.", "model."),
@@ -88,103 +256,58 @@ FAMILIES: dict[str, Family] = {
             "model.multi_modal_projector.",
         ),
     ),
+    "Phi3ForCausalLM": _decoder(
+        "phi3",
+        "Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
+        _PHI3,
+        layers=one_window,
+        fused=True,
+        # Its first files call longrope by other names.
+        rope_aliases={"yarn": "longrope"},
+        **_NO_BIAS,
+    ),
+    "SmolLM3ForCausalLM": _decoder(
+        "smollm3", "SmolLM 3", _SMOLLM3, layers=nope_layers, mlp_bias="mlp_bias"
+    ),
+    "GraniteForCausalLM": _decoder("granite", "Granite 3 (dense)", _GRANITE, mlp_bias="mlp_bias"),
+    "Olmo2ForCausalLM": _decoder("olmo2", "OLMo 2", _OLMO2, norm_order="after", qk_norm="row"),
+    "Olmo3ForCausalLM": _decoder(
+        "olmo3",
+        "OLMo 3",
+        _OLMO3,
+        layers=TypedLayers(period=4, full_at=3),
+        norm_order="after",
+        qk_norm="row",
+        local_theta="rope_theta",
+    ),
+    "Exaone4ForCausalLM": _decoder(
+        "exaone4",
+        "EXAONE 4",
+        _EXAONE4,
+        layers=TypedLayers(
+            period=4, full_at=3, period_key="sliding_window_pattern", nope_when_full=True
+        ),
+        norm_order="after",
+        qk_norm="head",
+        **_NO_BIAS,
+    ),
+    "SeedOssForCausalLM": _decoder(
+        "seed_oss", "Seed-OSS", _SEED_OSS, o_bias="attention_out_bias", mlp_bias="mlp_bias"
+    ),
+    "CwmForCausalLM": _decoder(
+        "cwm", "CWM", _CWM, layers=TypedLayers(period=4, full_at=0), **_NO_BIAS
+    ),
     "OPTForCausalLM": Family(
         module="opt",
         model_type="opt",
+        models="OPT",
         read=read_opt,
         defaults=_OPT,
         activation_key="activation_function",
+        qkv_bias="enable_bias",
+        o_bias="enable_bias",
+        mlp_bias="enable_bias",
         renames=(("decoder.", "model.decoder."),),
     ),
 }
 """Supported architectures by the name that config.json gives them."""
-
-
-def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of ModelConfig from a config.json and a generation_config.json.
-
-    Raises:
-        ConfigError: a key is missing, malformed, or asks for something unsupported.
-    """
-    architecture = _architecture(config)
-    family = FAMILIES[architecture]
-    text = config.get("text_config") or config
-    if not isinstance(text, Mapping):
-        raise ConfigError(f"text_config must be an object, got {text!r}")
-    for part in (config, text):
-        quantization = part.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-            raise ConfigError(
-                f"quantization_config {method or quantization!r} is not supported; "
-                "use a checkpoint in float32, float16 or bfloat16"
-            )
-    keys = Keys(text, family.defaults)
-    outer = Keys(config, {**family.defaults, **keys.raw})
-    return family.read(keys, family) | {
-        "architecture": architecture,
-        "module": family.module,
-        "vocab_size": keys.integer("vocab_size"),
-        "num_layers": keys.integer("num_hidden_layers"),
-        "dtype": _dtype(outer),
-        "tie_word_embeddings": outer.flag("tie_word_embeddings"),
-        "bos_token_id": outer.optional_integer("bos_token_id"),
-        "pad_token_id": outer.optional_integer("pad_token_id"),
-        "eos_token_ids": _token_ids(
-            config.get("eos_token_id"), text.get("eos_token_id"), generation.get("eos_token_id")
-        )
-        or _token_ids(family.defaults.get("eos_token_id")),
-        "renames": family.renames,
-        "ignored": family.ignored,
-    }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-        ConfigError: there is no such file, or it is not a JSON object.
-    """
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot read {path}: it is no regular file")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    """Returns the row's name, from `architectures` or else from `model_type`."""
-    names = config.get("architectures") or [
-        name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
-    ]
-    if not names:
-        raise ConfigError(
-            f"model_type {config.get('model_type')!r} is not supported; "
-            f"supported architectures: {', '.join(FAMILIES)}"
-        )
-    if names[0] not in FAMILIES:
-        raise ConfigError(
-            f"architecture {names[0]!r} is not supported; expected one of {', '.join(FAMILIES)}"
-        )
-    return names[0]
-
-
-def _dtype(keys: Keys) -> str:
-    name = keys.get("dtype") or keys.get("torch_dtype") or "fp32"
-    return dtype_name(str(name).removeprefix("torch."))
-
-
-def _token_ids(*values: Any) -> tuple[int, ...]:
-    """Returns the union of ids given as int, list or None, in order of appearance."""
-    ids: list[int] = []
-    for value in values:
-        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise ConfigError(f"eos_token_id must be an integer or a list, got {value!r}")
-            if token_id not in ids:
-                ids.append(token_id)
-    return tuple(ids)

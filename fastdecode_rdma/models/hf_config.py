@@ -1,157 +1,146 @@
 """What the keys of a Hugging Face config.json mean: readers that turn them into our fields.
 
-Nothing but this file and the rows of families.py knows these names.
+Nothing but the hf_*.py files and the rows of families.py knows these names.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.models.rope import KINDS, RopeSpec
+from fastdecode_rdma.models.hf_keys import Keys
+from fastdecode_rdma.models.hf_layers import LayerKind, full_layers
+from fastdecode_rdma.models.hf_rope import FULL, read_rope
+from fastdecode_rdma.models.rope import ORIGINAL_LEN, RopeSpec
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-_GATED = ("silu", "gelu_tanh", "gelu")
-_PLAIN = ("relu", "gelu", "gelu_tanh")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROPE_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-# Written beside kinds that do not use it.
-_ROPE_TOLERATED = ("original_max_position_embeddings",)
+GATED = ("silu", "gelu_tanh", "gelu")
+PLAIN = ("relu", "gelu", "gelu_tanh")
+"""Activations of gated and of plain MLPs."""
 
-MAX_LAYERS = 4096
-"""As many as a worker serves (config.AttentionGeometry); for more, nothing is even built."""
+_FOREIGN = (
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "clip_qkv",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "layer_rope_theta",
+    "logits_scaling",
+    "no_rope_layers",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "rope_interleaved",
+    "use_bidirectional_attention",
+)
+"""Keys that change the arithmetic: an error where a family does not list them in its defaults and
+the value is not a neutral one."""
 
-
-class Keys:
-    """Typed look-ups in one config dict, falling back to the family's defaults; null is absent."""
-
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.raw = {key: value for key, value in raw.items() if value is not None}
-        self.defaults = defaults
-
-    def get(self, key: str) -> Any:
-        return self.raw.get(key, self.defaults.get(key))
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ConfigError(f"{key} is missing")
-        return value
-
-    def integer(self, key: str) -> int:
-        value = self.need(key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{key} must be an integer, got {value!r}")
-        if key == "num_hidden_layers" and not 1 <= value <= MAX_LAYERS:
-            raise ConfigError(f"{key} must be from 1 to {MAX_LAYERS}, got {value}")
-        return value
-
-    def optional_integer(self, key: str) -> int | None:
-        return None if self.get(key) is None else self.integer(key)
-
-    def number(self, key: str) -> float:
-        return _positive(self.need(key), key)
-
-    def optional_number(self, key: str) -> float | None:
-        return None if self.get(key) is None else self.number(key)
-
-    def flag(self, key: str) -> bool:
-        value = self.need(key)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key} must be true or false, got {value!r}")
-        return value
-
-    def activation(self, key: str, allowed: tuple[str, ...]) -> str:
-        name = _ACTIVATIONS.get(str(self.need(key)), "")
-        if name not in allowed:
-            known = tuple(hf for hf, ours in _ACTIVATIONS.items() if ours in allowed)
-            raise ConfigError(
-                f"{key} {self.need(key)!r} is not supported here; expected one of {known}"
-            )
-        return name
+Bias = bool | str
+"""Whether a family's matrices have biases: always, never, or as the key of that name says."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One architecture: models/<module>.py builds it, `read` turns keys into ModelConfig fields.
 
-    `stretch_max_len`: a linear rope factor multiplies max_position_embeddings.
-    `renames`, `ignored`: prefixes of tensor names, as in ModelConfig.
+    `models`: what people know of it, for the command line. `layers`: windows and rotary positions
+    by layer. `norm_order`, `qk_norm`, `unit_offset`, `fused`: as in ModelConfig. `local_theta`,
+    `rope_aliases`: see `read_rope`. `activations`: names that the family means in its own way.
+    `stretch_max_len`: a rope factor multiplies max_position_embeddings, which states the length
+    before it. `renames`, `ignored`: prefixes of tensor names, as in ModelConfig.
     """
 
     module: str
     model_type: str
+    models: str
     read: Callable[[Keys, Family], dict[str, Any]]
     defaults: Mapping[str, Any]
+    layers: Callable[[Keys], list[LayerKind]] = full_layers
     activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=dict)
+    qkv_bias: Bias = "attention_bias"
+    o_bias: Bias = "attention_bias"
+    mlp_bias: Bias = False
+    norm_order: str = "before"
+    qk_norm: str | None = None
+    unit_offset: bool = False
+    fused: bool = False
     scale_embeddings: bool = False
-    stretch_max_len: bool = False
+    stretch_max_len: bool = True
+    local_theta: str | None = None
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
 
 
 def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
     """Decoders with RMSNorm, rotary positions and a gated MLP."""
-    for key in ("rope_interleaved", "use_bidirectional_attention"):
-        if keys.get(key):
-            raise ConfigError(f"{key} is not supported")
+    for key in _FOREIGN:
+        value = keys.get(key)
+        is_neutral = value is not True and value in (None, False, 0, 1, [])
+        if key not in family.defaults and not is_neutral:
+            raise ConfigError(
+                f"{key} {value!r} is not supported with model_type {family.model_type!r}"
+            )
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    head_dim = keys.optional_integer("head_dim") or _divide(hidden, heads)
-    layer_types = _layer_types(keys)
-    ropes = {kind: _rope_spec(keys, head_dim, kind) for kind in sorted(set(layer_types))}
-    max_len = keys.integer("max_position_embeddings")
-    if family.stretch_max_len and len(ropes) == 1 and (rope := ropes[layer_types[0]]):
-        max_len = int(max_len * (rope.param("factor") if rope.kind == "linear" else 1))
-    bias = keys.flag("attention_bias")
-    scale = keys.optional_number("query_pre_attn_scalar") or head_dim
-    windowed = _SLIDING in layer_types
+    head_dim = keys.optional_integer("head_dim") or divide(hidden, heads)
+    kinds = family.layers(keys)
+    ropes = {
+        kind.rope: read_rope(
+            keys,
+            head_dim,
+            kind.rope,
+            local_theta=family.local_theta,
+            aliases=family.rope_aliases,
+        )
+        for kind in kinds
+        if kind.rope is not None
+    }
+    scalar = keys.optional_number("query_pre_attn_scalar") or head_dim
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.integer("intermediate_size"),
         "num_q_heads": heads,
-        "num_kv_heads": keys.optional_integer("num_key_value_heads") or heads,
+        "num_kv_heads": keys.nullable_integer("num_key_value_heads") or heads,
         "head_dim": head_dim,
-        "max_model_len": max_len,
-        "activation": keys.activation(family.activation_key, _GATED),
+        "activation": keys.activation(family.activation_key, GATED, family.activations),
         "norm_eps": keys.number("rms_norm_eps"),
-        "scale": scale**-0.5,
-        "windows": tuple(
-            keys.integer("sliding_window") if windowed and kind == _SLIDING else None
-            for kind in layer_types
-        ),
-        "ropes": tuple(ropes[kind] for kind in layer_types),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": keys.flag("mlp_bias"),
-        "embed_scale": float(hidden) ** 0.5 if family.scale_embeddings else 1.0,
-        "attn_softcap": keys.optional_number("attn_logit_softcapping"),
-        "final_softcap": keys.optional_number("final_logit_softcapping"),
+        "scale": keys.optional_number("attention_multiplier") or scalar**-0.5,
+        "windows": tuple(kind.window for kind in kinds),
+        "ropes": tuple(None if kind.rope is None else ropes[kind.rope] for kind in kinds),
+        "qkv_bias": _bias(keys, family.qkv_bias),
+        "o_bias": _bias(keys, family.o_bias),
+        "mlp_bias": _bias(keys, family.mlp_bias),
+        "norm_order": family.norm_order,
+        "qk_norm": family.qk_norm,
+        "unit_offset": family.unit_offset,
+        "fused": family.fused,
+        "embed_scale": float(hidden) ** 0.5
+        if family.scale_embeddings
+        else keys.optional_number("embedding_multiplier") or 1.0,
+        "residual_scale": keys.optional_number("residual_multiplier") or 1.0,
+        "logits_scale": 1.0 / (keys.optional_number("logits_scaling") or 1.0),
+        "attn_softcap": keys.nullable_number("attn_logit_softcapping"),
+        "final_softcap": keys.nullable_number("final_logit_softcapping"),
+        **_lengths(keys, ropes, family),
     }
 
 
 def read_opt(keys: Keys, family: Family) -> dict[str, Any]:
     """OPT: learned positions, LayerNorm, a plain MLP."""
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    head_dim, num_layers = _divide(hidden, heads), keys.integer("num_hidden_layers")
+    head_dim, num_layers = divide(hidden, heads), keys.integer("num_hidden_layers")
     bias, norm_before = keys.flag("enable_bias"), keys.flag("do_layer_norm_before")
+    max_len = keys.integer("max_position_embeddings")
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.integer("ffn_dim"),
         "num_q_heads": heads,
         "num_kv_heads": heads,
         "head_dim": head_dim,
-        "max_model_len": keys.integer("max_position_embeddings"),
-        "activation": keys.activation(family.activation_key, _PLAIN),
+        "max_model_len": max_len,
+        "activation": keys.activation(family.activation_key, PLAIN),
         "norm_eps": 1e-5,
         "scale": head_dim**-0.5,
         "windows": (None,) * num_layers,
@@ -160,84 +149,46 @@ def read_opt(keys: Keys, family: Family) -> dict[str, Any]:
         "o_bias": bias,
         "mlp_bias": bias,
         "embed_dim": keys.optional_integer("word_embed_proj_dim"),
-        "norm_before": norm_before,
+        "norm_order": "before" if norm_before else "after_sum",
         "norm_affine": keys.flag("layer_norm_elementwise_affine"),
         "final_norm": norm_before and not keys.flag("_remove_final_layer_norm"),
     }
 
 
-def _layer_types(keys: Keys) -> tuple[str, ...]:
-    num_layers = keys.integer("num_hidden_layers")
-    types = keys.get("layer_types")
-    if types is None:
-        pattern = keys.optional_integer("sliding_window_pattern")
-        if pattern is None:
-            return (_FULL,) * num_layers
-        if pattern < 1:
-            raise ConfigError(f"sliding_window_pattern must be at least 1, got {pattern}")
-        return tuple(_SLIDING if (i + 1) % pattern else _FULL for i in range(num_layers))
-    unknown = sorted({str(kind) for kind in types} - {_FULL, _SLIDING})
-    if unknown:
-        raise ConfigError(f"layer types {unknown} are not supported")
-    return tuple(types)
+def _bias(keys: Keys, rule: Bias) -> bool:
+    return keys.flag(rule) if isinstance(rule, str) else rule
 
 
-def _rope_spec(keys: Keys, head_dim: int, layer_type: str) -> RopeSpec | None:
-    """Reads either spelling: rope_scaling beside rope_theta, or rope_parameters, nested or flat."""
-    legacy, nested = keys.raw.get("rope_scaling"), keys.raw.get("rope_parameters")
-    theta_key = "rope_theta"
-    if layer_type == _SLIDING and "rope_local_base_freq" in keys.defaults:
-        theta_key, legacy = "rope_local_base_freq", None  # rope_scaling is for global layers only
-    raw = legacy or nested or {}
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"rope parameters must be an object, got {raw!r}")
-    if layer_type in raw:
-        if raw[layer_type] is None:
-            return None
-        raw = raw[layer_type]
-    elif _FULL in raw or _SLIDING in raw:
-        raise ConfigError(f"rope_parameters has no entry for {layer_type}")
-    elif raw is nested and "rope_local_base_freq" in keys.defaults:
-        raise ConfigError("rope_parameters must have one entry per layer type")
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind not in KINDS:
-        raise ConfigError(f"rope type {kind!r} is not supported; expected one of {tuple(KINDS)}")
-    required = KINDS[kind].required
-    unknown = sorted(set(raw) - {*_ROPE_KEYS, *_ROPE_TOLERATED, *required})
-    if unknown:
-        raise ConfigError(f"rope parameters {unknown} are not supported with rope type {kind!r}")
-    values = dict(raw)
-    if "original_max_position_embeddings" in required:
-        # A value beside the rope parameters wins over the one among them, as in transformers.
-        beside = keys.get("original_max_position_embeddings")
-        values["original_max_position_embeddings"] = (
-            beside
-            or values.get("original_max_position_embeddings")
-            or keys.integer("max_position_embeddings")
-        )
-    partial = _positive(
-        values.get("partial_rotary_factor", keys.get("partial_rotary_factor") or 1.0),
-        "partial_rotary_factor",
-    )
-    if partial > 1:
-        raise ConfigError(f"partial_rotary_factor must be at most 1, got {partial}")
-    return RopeSpec(
-        rot_dim=int(head_dim * partial),
-        theta=_positive(values.get("rope_theta") or keys.need(theta_key), "rope_theta"),
-        kind=kind,
-        params=tuple((name, _positive(values.get(name), name)) for name in required),
-    )
+def _lengths(
+    keys: Keys, ropes: Mapping[str, RopeSpec | None], family: Family
+) -> dict[str, int | None]:
+    """Returns the longest sequence by default, and the longest to be had on request.
+
+    Linear and yarn stretch the length that was trained; a file that states the stretched one
+    already is not stretched again. dynamic is plain up to the stated length, and changes all
+    positions when asked for more; so more must be asked for.
+    """
+    stated = keys.integer("max_position_embeddings")
+    rope = ropes.get(FULL) or next(filter(None, ropes.values()), None)
+    stretched = stated
+    if rope is not None and family.stretch_max_len:
+        if rope.kind in ("linear", "dynamic"):
+            stretched = max(stated, int(stated * rope.param("factor")))
+        elif rope.kind == "yarn":
+            stretched = max(stated, int(rope.param(ORIGINAL_LEN) * rope.param("factor")))
+    is_dynamic = rope is not None and rope.kind == "dynamic"
+    return {
+        "max_model_len": stated if is_dynamic else stretched,
+        "longest_model_len": stretched,
+    }
 
 
-def _divide(hidden_size: int, num_heads: int) -> int:
+def divide(hidden_size: int, num_heads: int) -> int:
+    """Returns hidden_size / num_heads.
+
+    Raises:
+        ConfigError: that is no whole number.
+    """
     if num_heads < 1 or hidden_size % num_heads:
         raise ConfigError(f"hidden_size {hidden_size} does not divide over {num_heads} heads")
     return hidden_size // num_heads
-
-
-def _positive(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{key} must be a number, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{key} must be positive, got {value}")
-    return value

@@ -23,9 +23,10 @@ class Ops(Protocol):
     """All the arithmetic that a model needs; `reference.ReferenceOps` says what each op does.
 
     An `out` tensor is contiguous, of the compute dtype, and may be the input itself for the norms
-    and for `qkv_rows`. With `out=None` an op may return a workspace that the next call of the same
-    op overwrites; `embedding` returns memory of its own, and `linear_add_` reads x and the residual
-    from anywhere, the workspace of `linear` included.
+    and for `qkv_rows`; for `rms_norm` both may be a range of columns of longer rows. With
+    `out=None` an op may return a workspace that the next call of the same op overwrites;
+    `embedding` returns memory of its own, and `linear_add_` reads x and the residual from anywhere,
+    the workspace of `linear` included.
     """
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear: ...

@@ -76,28 +76,42 @@ class Attention:
         prefix: str,
         layer: int,
         *,
-        qk_norm: bool = False,
-        unit_offset: bool = False,
         out_name: str = "o_proj",
     ) -> None:
         config, ops = loader.config, loader.ops
         head_dim, hidden = config.head_dim, config.hidden_size
         q_width, kv_width = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
         rope = config.ropes[layer]
-        self._qkv = loader.fused(
-            (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"),
-            hidden,
-            (q_width, kv_width, kv_width),
-            bias=config.qkv_bias,
-        )
+        if config.fused:
+            name, bias = f"{prefix}.qkv_proj", config.qkv_bias
+            self._qkv = loader.linear(name, hidden, config.qkv_width, bias=bias)
+        else:
+            self._qkv = loader.fused(
+                (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"),
+                hidden,
+                (q_width, kv_width, kv_width),
+                bias=config.qkv_bias,
+            )
         self._out = loader.linear(f"{prefix}.{out_name}", q_width, hidden, bias=config.o_bias)
         self._rope = None if rope is None else loader.rope_tables[rope]
-        self._q_norm = loader.vector(f"{prefix}.q_norm.weight", head_dim) if qk_norm else None
-        self._k_norm = loader.vector(f"{prefix}.k_norm.weight", head_dim) if qk_norm else None
-        self._plain = rope is None and not qk_norm
+        q_norm = k_norm = None
+        if config.qk_norm is not None:
+            by_head = config.qk_norm == "head"
+            q_norm = loader.vector(f"{prefix}.q_norm.weight", head_dim if by_head else q_width)
+            k_norm = loader.vector(f"{prefix}.k_norm.weight", head_dim if by_head else kv_width)
+        # Norms over all heads together are ops of their own, on a part of each row.
+        self._row_norms: list[tuple[slice, Tensor]] = []
+        if config.qk_norm == "row":
+            parts = (slice(0, q_width), slice(q_width, q_width + kv_width))
+            self._row_norms = list(zip(parts, (q_norm, k_norm), strict=True))
+            q_norm = k_norm = None
+        self._q_norm, self._k_norm = q_norm, k_norm
+        self._plain = rope is None and q_norm is None
         self._eps = config.norm_eps
+        self._unit_offset = config.unit_offset
+        self._rms_norm = ops.rms_norm
         self._heads = {
-            "unit_offset": unit_offset,
+            "unit_offset": config.unit_offset,
             "num_q_heads": config.num_q_heads,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": head_dim,
@@ -107,6 +121,9 @@ class Attention:
     def project(self, x: Tensor, positions: Tensor, rows_out: Tensor) -> None:
         """Writes the rows [q | k | v] of x [T, H] into rows_out, in place of the projection."""
         self._linear(x, self._qkv, out=rows_out)
+        for columns, weight in self._row_norms:
+            part = rows_out[:, columns]
+            self._rms_norm(part, weight, self._eps, unit_offset=self._unit_offset, out=part)
         if not self._plain:
             self._qkv_rows(
                 rows_out,
@@ -134,9 +151,12 @@ class GatedMLP:
     def __init__(self, loader: Loader, prefix: str) -> None:
         config = loader.config
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self._gate_up = loader.fused(
-            (f"{prefix}.gate_proj", f"{prefix}.up_proj"), hidden, (width, width), bias=bias
-        )
+        if config.fused:
+            self._gate_up = loader.linear(f"{prefix}.gate_up_proj", hidden, 2 * width, bias=bias)
+        else:
+            self._gate_up = loader.fused(
+                (f"{prefix}.gate_proj", f"{prefix}.up_proj"), hidden, (width, width), bias=bias
+            )
         self._down = loader.linear(f"{prefix}.down_proj", width, hidden, bias=bias)
         self._activation = config.activation
         ops = loader.ops

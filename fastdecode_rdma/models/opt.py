@@ -26,7 +26,7 @@ class OPTLayer(DecoderLayer):
         self._attn_norm = _norm_vectors(loader, f"{prefix}.self_attn_layer_norm")
         self._mlp = PlainMLP(loader, f"{prefix}.fc1", f"{prefix}.fc2")
         self._mlp_norm = _norm_vectors(loader, f"{prefix}.final_layer_norm")
-        self._norm_before = config.norm_before
+        self._norm_before = config.norm_order == "before"
         self._eps = config.norm_eps
         self._layer_norm = ops.layer_norm
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+
+from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.attention.local import LocalWorker
+from fastdecode_rdma.config import ENTRY_DTYPE, AttentionGeometry
+from fastdecode_rdma.engine.decode import DecodeBatch, DecodeRunner
+from fastdecode_rdma.engine.prefill import PrefillItem, PrefillJob
+from fastdecode_rdma.models import DecoderModel, load_model
+from fastdecode_rdma.ops import CpuOps
+from fastdecode_rdma.worker.kvcache import MemoryBudget
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -39,7 +49,7 @@ def make_hf() -> Callable[..., torch.nn.Module]:
         ).eval()
         for name, parameter in model.named_parameters():
             if "norm" in name and name.endswith("weight"):
-                centre = 0.0 if "gemma3" in config.model_type else 1.0
+                centre = 0.0 if "gemma" in config.model_type else 1.0
                 torch.nn.init.normal_(parameter, mean=centre, std=0.2)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -79,6 +89,58 @@ def hf_logits() -> Callable[..., torch.Tensor]:
     return run
 
 
+class DecodePath:
+    """A model on the CPU's ops with one embedded worker, run by the engine's own steps."""
+
+    def __init__(self, path: Path, **options: object) -> None:
+        self.model: DecoderModel = load_model(
+            path, CpuOps(num_threads=1, deterministic=True), **options
+        )
+        config = self.model.config
+        geometry = AttentionGeometry(
+            groups=config.kv_groups,
+            scale=config.scale,
+            softcap=config.attn_softcap,
+            kv_dtype="fp32",
+            max_rows=8,
+            max_model_len=config.max_model_len,
+        )
+        worker = LocalWorker(geometry, MemoryBudget(1 << 28), num_threads=1)
+        self.backend = AttentionBackend([worker], geometry)
+
+    def logits(self, prompt: Sequence[int], forced: Sequence[int]) -> torch.Tensor:
+        """Logits after every token of a prefilled prompt and of forced decode steps, [T, V]."""
+        job = PrefillJob(
+            self.model, self.backend, [PrefillItem((1,), 0, np.asarray(prompt, np.int64))]
+        )
+        for _ in job.cells(1):
+            pass
+        assert job.hidden is not None
+        logits = [self.model.logits(job.hidden).clone()]
+        runner = DecodeRunner(self.model, self.backend)
+        for position, token in enumerate(forced, start=len(prompt)):
+            entries = np.array([(1, position, 1, 0)], ENTRY_DTYPE)
+            rows = (torch.tensor([int(token)]), torch.tensor([position]))
+            batch = DecodeBatch([], [], [(0, entries)], *rows, [0])
+            logits.append(runner.run(batch, 0, position + 1)[0].clone())
+        self.backend.free(0, [1])
+        return torch.cat(logits)
+
+
+@pytest.fixture
+def decode_path() -> Iterator[Callable[..., DecodePath]]:
+    """Builds decode paths and closes them."""
+    made: list[DecodePath] = []
+
+    def make(path: Path, **options: object) -> DecodePath:
+        made.append(DecodePath(path, **options))
+        return made[-1]
+
+    yield make
+    for path in made:
+        path.backend.close()
+
+
 @pytest.fixture
 def widen(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], torch.nn.Module]:
     """Turns a transformers model to float64, its fp32 islands (norms, softmax) included.
@@ -92,17 +154,17 @@ def widen(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], torch.
             torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim=dim)
         )
 
-        def llama_norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def plain_norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             mean = x.pow(2).mean(-1, keepdim=True)
             return self.weight * (x * torch.rsqrt(mean + self.variance_epsilon))
 
-        def gemma_norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def offset_norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             return self._norm(x) * (1.0 + self.weight)
 
-        llama = transformers.models.llama.modeling_llama.LlamaRMSNorm
-        gemma = transformers.models.gemma3.modeling_gemma3.Gemma3RMSNorm
-        monkeypatch.setattr(llama, "forward", llama_norm)
-        monkeypatch.setattr(gemma, "forward", gemma_norm)
+        for kind in {type(module) for module in model.modules()}:
+            if kind.__name__.endswith("RMSNorm"):
+                norm = offset_norm if hasattr(kind, "_norm") else plain_norm
+                monkeypatch.setattr(kind, "forward", norm)
         return model.double()
 
     return convert

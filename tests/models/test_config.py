@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import Gemma3TextConfig, LlamaConfig, OPTConfig
+import transformers as hf
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models.config import ModelConfig
+from fastdecode_rdma.models.families import FAMILIES
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,15 +54,57 @@ def test_llama_defaults():
     assert config.qkv_width == 12 * 16
 
 
-@pytest.mark.parametrize("hf_class", [LlamaConfig, Gemma3TextConfig, OPTConfig])
-def test_defaults_are_those_of_transformers(hf_class):
-    """A config.json holding nothing but sizes means what transformers makes of it."""
-    raw = {LlamaConfig: LLAMA, Gemma3TextConfig: GEMMA, OPTConfig: OPT}[hf_class]
+CLASSES = {
+    "LlamaForCausalLM": hf.LlamaConfig,
+    "MistralForCausalLM": hf.MistralConfig,
+    "MinistralForCausalLM": hf.MinistralConfig,
+    "Qwen2ForCausalLM": hf.Qwen2Config,
+    "Qwen3ForCausalLM": hf.Qwen3Config,
+    "GemmaForCausalLM": hf.GemmaConfig,
+    "Gemma2ForCausalLM": hf.Gemma2Config,
+    "Gemma3ForCausalLM": hf.Gemma3TextConfig,
+    "Phi3ForCausalLM": hf.Phi3Config,
+    "SmolLM3ForCausalLM": hf.SmolLM3Config,
+    "GraniteForCausalLM": hf.GraniteConfig,
+    "Olmo2ForCausalLM": hf.Olmo2Config,
+    "Olmo3ForCausalLM": hf.Olmo3Config,
+    "Exaone4ForCausalLM": hf.Exaone4Config,
+    "SeedOssForCausalLM": hf.SeedOssConfig,
+    "CwmForCausalLM": hf.CwmConfig,
+    "OPTForCausalLM": hf.OPTConfig,
+}
+
+
+def test_every_row_is_compared_here():
+    wrapped = {"Gemma3ForConditionalGeneration"}  # its text_config is that of Gemma3ForCausalLM
+    assert CLASSES.keys() | wrapped == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+@pytest.mark.parametrize("num_layers", [None, 9])
+def test_defaults_are_those_of_transformers(architecture, num_layers):
+    """A config.json that holds next to nothing means what transformers makes of it."""
+    hf_class, family = CLASSES[architecture], FAMILIES[architecture]
+    raw = {"architectures": [architecture], "model_type": family.model_type}
+    raw |= {LLAMA["model_type"]: LLAMA, OPT["model_type"]: OPT}.get(family.model_type, {})
+    if num_layers is not None:
+        raw["num_hidden_layers"] = num_layers
     ours = ModelConfig.from_hf(raw)
     full = ModelConfig.from_hf(hf_class(**raw).to_dict())
     for field in ("dtype", "bos_token_id", "pad_token_id", "embed_dim"):
         object.__setattr__(full, field, getattr(ours, field))  # spelled out there, no arithmetic
     assert ours == full
+
+
+def test_null_means_none_where_that_is_not_the_default():
+    """Mistral 0.2 and later say "sliding_window": null; absent, it would be 4096."""
+    mistral = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
+    assert read(mistral).windows == (4096, 4096)
+    assert read(mistral, sliding_window=None).windows == (None, None)
+    gemma2 = {"architectures": ["Gemma2ForCausalLM"]}
+    assert (read(gemma2).attn_softcap, read(gemma2).final_softcap) == (50.0, 30.0)
+    config = read(gemma2, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (config.attn_softcap, config.final_softcap) == (None, None)
 
 
 def test_head_dim_need_not_be_hidden_over_heads():
@@ -150,27 +193,28 @@ def test_dtype_spellings(key, name):
 
 
 def test_model_type_stands_in_for_architectures():
-    assert read(LLAMA, architectures=None).module == "llama"
+    assert read(LLAMA, architectures=None).module == "decoder"
     assert read(OPT, architectures=[]).module == "opt"
 
 
 REFUSED = {
     "architecture": (LLAMA, {"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not"),
+    "architecture_nested": (LLAMA, {"architectures": [["Llama"]]}, "'Llama'.* is not supported"),
     "model_type": (LLAMA, {"architectures": None, "model_type": "mamba"}, "'mamba' is not"),
     "quantized": (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not"),
     "activation": (LLAMA, {"hidden_act": "relu6"}, "hidden_act 'relu6'"),
     "opt_activation": (OPT, {"activation_function": "silu"}, "activation_function 'silu'"),
     "rope_kind": (
         LLAMA,
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        "rope type 'yarn'",
+        {"rope_scaling": {"rope_type": "mrope", "mrope_section": [16, 24, 24]}},
+        "rope type 'mrope' is not supported",
     ),
     "rope_unknown_key": (
         LLAMA,
         {"rope_parameters": {"rope_type": "default", "attention_factor": 1.2}},
         r"\['attention_factor'\]",
     ),
-    "rope_lacks_factor": (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor must be a number"),
+    "rope_lacks_factor": (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor is missing"),
     "rope_flat_gemma": (GEMMA, {"rope_parameters": {"rope_type": "default"}}, "per layer type"),
     "rope_lacks_layer_type": (
         GEMMA,
@@ -181,6 +225,10 @@ REFUSED = {
     "bidirectional": (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     "layer_types": (GEMMA, {"layer_types": ["linear_attention"] * 7}, "linear_attention"),
     "layer_types_count": (GEMMA, {"layer_types": ["full_attention"]}, "1 entries for 7 layers"),
+    "softcap": (LLAMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not"),
+    "multiplier": (LLAMA, {"residual_multiplier": 0.22}, "residual_multiplier 0.22 is not .*llama"),
+    "nope": (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    "clip_qkv": (LLAMA, {"clip_qkv": 8.0}, "clip_qkv 8.0"),
     "heads": (LLAMA, {"num_attention_heads": 5}, "64 does not divide over 5 heads"),
     "kv_heads": (LLAMA, {"num_key_value_heads": 3}, "4 query heads do not divide over 3"),
     "odd_head_dim": (LLAMA, {"head_dim": 12}, "multiple of 8"),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, OPTConfig
+from transformers import (
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    SmolLM3Config,
+)
 
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.models import FAMILIES, load_model
-from fastdecode_rdma.models.layers import DecoderModel
+from fastdecode_rdma.models import load_model
 from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.reference import ReferenceOps, attention, reference_forward
 
@@ -24,6 +29,22 @@ CONFIGS = {
         head_dim=16,
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "granite": GraniteConfig(
+        **SIZES,
+        intermediate_size=80,
+        residual_multiplier=0.22,
+        attention_multiplier=0.1,
+        logits_scaling=6.0,
+    ),
+    "olmo2": Olmo2Config(**SIZES, intermediate_size=80, num_key_value_heads=2, pad_token_id=0),
+    "phi3": Phi3Config(**SIZES, intermediate_size=80, num_key_value_heads=2, pad_token_id=0),
+    "smollm3": SmolLM3Config(
+        **SIZES,
+        intermediate_size=80,
+        num_key_value_heads=2,
+        no_rope_layers=[0, 1, 1, 0],
+        pad_token_id=0,
     ),
     "opt": OPTConfig(**SIZES, ffn_dim=80, max_position_embeddings=64),
     "opt_norm_after": OPTConfig(
@@ -100,6 +121,10 @@ class RecordingOps(ReferenceOps):
         self.calls.append("add_")
         return super().add_(x, y)
 
+    def scale_(self, x, factor):
+        self.calls.append("scale_")
+        return super().scale_(x, factor)
+
     def qkv_rows(self, qkv, *args, **kwargs):
         self.calls.append("qkv_rows")
         return super().qkv_rows(qkv, *args, **kwargs)
@@ -120,7 +145,12 @@ def test_few_ops_per_layer(checkpoint):
     rows = torch.empty(2, model.kv_groups()[0].row_width)
     ops.calls.clear()
     model.pre_attention(0, x, positions, rows)
-    assert ops.calls in (["norm", "linear", "qkv_rows"], ["norm", "linear"], ["linear"])
+    assert ops.calls in (
+        ["norm", "linear", "qkv_rows"],
+        ["norm", "linear"],  # no positions
+        ["linear"],
+        ["linear", "norm", "norm", "qkv_rows"],  # norms of q and k over all heads together
+    )
     ops.calls.clear()
     model.post_attention(0, x, torch.ones(2, model.kv_groups()[0].out_width))
     assert len(ops.calls) <= 8
@@ -175,7 +205,14 @@ def test_max_model_len_bounds_the_tables(checkpoint):
         load_model(checkpoint, ReferenceOps(), max_model_len=0)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_row_has_its_file(architecture):
-    module = importlib.import_module(f"fastdecode_rdma.models.{FAMILIES[architecture].module}")
-    assert issubclass(module.Model, DecoderModel)
+def test_scales_of_one_cost_nothing(make_hf, save):
+    """Multipliers are ops of their own only where a model has them."""
+    calls = {}
+    for scale in (1.0, 0.22):
+        config = GraniteConfig(**SIZES, intermediate_size=80, residual_multiplier=scale)
+        model = load_model(save(make_hf(config)), ops := RecordingOps())
+        x = model.embed(IDS[:2], torch.arange(2))
+        ops.calls.clear()
+        model.logits(model.post_attention(0, x, torch.ones(2, model.kv_groups()[0].out_width)))
+        calls[scale] = list(ops.calls)
+    assert "scale_" not in calls[1.0] and calls[0.22].count("scale_") == 2

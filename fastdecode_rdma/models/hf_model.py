@@ -1,0 +1,81 @@
+"""From a config.json and a generation_config.json to the fields of ModelConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastdecode_rdma.config import dtype_name
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.models.families import FAMILIES
+from fastdecode_rdma.models.hf_keys import Keys
+
+
+def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of ModelConfig from a config.json and a generation_config.json.
+
+    Raises:
+        ConfigError: a key is missing, malformed, or asks for something unsupported.
+    """
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config must be an object, got {text!r}")
+    for part in (config, text):
+        quantization = part.get("quantization_config")
+        if quantization:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+            raise ConfigError(
+                f"quantization_config {method or quantization!r} is not supported; "
+                "use a checkpoint in float32, float16 or bfloat16"
+            )
+    keys = Keys(text, family.defaults)
+    outer = Keys(config, {**family.defaults, **keys.raw})
+    return family.read(keys, family) | {
+        "architecture": architecture,
+        "module": family.module,
+        "vocab_size": keys.integer("vocab_size"),
+        "num_layers": keys.integer("num_hidden_layers"),
+        "dtype": _dtype(outer),
+        "tie_word_embeddings": outer.flag("tie_word_embeddings"),
+        "bos_token_id": outer.optional_integer("bos_token_id"),
+        "pad_token_id": outer.optional_integer("pad_token_id"),
+        "eos_token_ids": _token_ids(
+            config.get("eos_token_id"), text.get("eos_token_id"), generation.get("eos_token_id")
+        )
+        or _token_ids(family.defaults.get("eos_token_id")),
+        "renames": family.renames,
+        "ignored": family.ignored,
+    }
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Returns the row's name, from `architectures` or else from `model_type`."""
+    names = config.get("architectures") or [
+        name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
+    ]
+    names = [names] if isinstance(names, str) else list(names)
+    hint = "`fastdecode models` lists those that are"
+    if not names:
+        raise ConfigError(f"model_type {config.get('model_type')!r} is not supported; {hint}")
+    if str(names[0]) not in FAMILIES:
+        raise ConfigError(f"architecture {names[0]!r} is not supported; {hint}")
+    return names[0]
+
+
+def _dtype(keys: Keys) -> str:
+    name = keys.get("dtype") or keys.get("torch_dtype") or "fp32"
+    return dtype_name(str(name).removeprefix("torch."))
+
+
+def _token_ids(*values: Any) -> tuple[int, ...]:
+    """Returns the union of ids given as int, list or None, in order of appearance."""
+    ids: list[int] = []
+    for value in values:
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise ConfigError(f"eos_token_id must be an integer or a list, got {value!r}")
+            if token_id not in ids:
+                ids.append(token_id)
+    return tuple(ids)
