@@ -33,7 +33,7 @@ typedef struct {
     char *bulk;      /* [max_bulk] the bulk slot */
     char *cold;      /* payload of a cold frame, as long as one was so far */
     size_t cold_capacity;
-    _Atomic uint64_t progress; /* moves whenever a frame is begun or done with */
+    _Atomic uint64_t progress; /* moves whenever a frame is begun or done with: odd in the middle of one */
     uint64_t kernel_ns, attends;
 } fd_server;
 
@@ -155,6 +155,7 @@ static int server_credit(fd_server *s) {
  * frames (SERVE_END), or the connection is lost (SERVE_LOST: c->reason). Blocks. */
 static int server_run(fd_server *s) {
     fd_conn *c = &s->conn;
+    if (s->progress & 1) atomic_fetch_add_explicit(&s->progress, 1, memory_order_relaxed); /* Python's frame is done */
     for (;;) {
         if (server_credit(s) < 0) return SERVE_LOST;
         size_t have = c->next_have;

@@ -123,7 +123,7 @@ cdef class FrameServer:
 
     @property
     def progress(self):
-        """A counter that moves whenever a frame is begun or done with."""
+        """A counter that moves whenever a frame is begun or done with: odd in the middle of one."""
         return self.server.progress
 
     @property

@@ -56,6 +56,11 @@ class WorkerLink(ABC):
         """`tell(reason)` is called once, on any thread, when the worker falls silent or leaves."""
 
     @abstractmethod
+    def delay_reason(self, waited_s: float) -> str:
+        """Says what is known of an answer that did not come in `waited_s`: whether the worker is
+        busy, stuck, or was never asked; nothing where that is not known."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends the session. Idempotent, bounded, never raises with a dead peer."""
 
@@ -78,6 +83,7 @@ class AttentionBackend:
         if not workers:
             raise ConfigError("an engine needs at least one attention worker")
         self.geometry = geometry
+        self._timeout_s = timeout_s
         self._pump = Pump(FrameSizes.of(geometry), timeout_s=timeout_s)
         self._workers: list[WorkerLink] = []
         self._closed = False
@@ -242,9 +248,12 @@ class AttentionBackend:
     def _lose(self, late: PortTimeout) -> bytes:
         """A worker that is late once would be late again: it is given up, as a dead one is."""
         index = late.worker_index
-        self._pump.mark_lost(index, str(late))
         name = self._workers[index].info.name
-        raise WorkerLostError(name, str(late), worker_index=index) from late
+        reason = str(late).removeprefix(f"attention worker {name} ")
+        if why := self._workers[index].delay_reason(self._timeout_s):
+            reason = f"{reason}; {why}"
+        self._pump.mark_lost(index, reason)
+        raise WorkerLostError(name, reason, worker_index=index) from late
 
     # -- state
 

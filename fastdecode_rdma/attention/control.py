@@ -49,6 +49,21 @@ class ControlLink(Watched):
             tell(reason)
         return reason is None
 
+    def delay_reason(self, waited_s: float) -> str:
+        """Says what the worker's heartbeats tell of an answer that did not come in `waited_s`, and
+        what helps: it never got the work, is busy with it, or is stuck."""
+        news_s = 2 * self._conn.heartbeat_interval_s
+        if waited_s < 2 * news_s:
+            return ""  # the last heartbeat may be from before the wait
+        with self._lock:
+            pending = self._conn.peer_heartbeat.pending
+            stalled_s = self._conn.stalled_s(time.monotonic())
+        if not pending:
+            return "it reports no work: did the request get through the network?"
+        if stalled_s < waited_s - news_s:
+            return "it is busy and gets on: allow it a longer timeout_s"
+        return f"it is stuck: no progress for {stalled_s:.1f} s with work begun; restart it"
+
     def _work(self, readable: bool) -> str | None:
         try:
             reason = self._receive() if readable else None

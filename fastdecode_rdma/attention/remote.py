@@ -75,6 +75,10 @@ class RemoteWorker(WorkerLink):
         """`tell(reason)` is called once, on any thread, when the worker falls silent or leaves."""
         self._control.on_lost(tell)
 
+    def delay_reason(self, waited_s: float) -> str:
+        """Says what is known of an answer that did not come in `waited_s`."""
+        return self._control.delay_reason(waited_s)
+
     def close(self) -> None:
         """Says goodbye if the worker still listens; idempotent."""
         self.transport.close()

@@ -69,7 +69,8 @@ class DataPlane:
 
     @property
     def num_messages(self) -> int:
-        """Moves whenever a frame is begun or done with; callable from any thread."""
+        """Moves whenever a frame is begun or done with, so it is odd in the middle of one; callable
+        from any thread."""
         return self._server.progress
 
     def stats(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from fastdecode_rdma.transport._pump import Pump
 from fastdecode_rdma.transport.address import Address
 from fastdecode_rdma.transport.base import Transport
 from fastdecode_rdma.wire import messages as m
+from fastdecode_rdma.wire.auth import HandshakeError
 from fastdecode_rdma.wire.connection import (
     NEED_DATA,
     Connection,
@@ -71,6 +73,17 @@ def widen_buffers(sock: socket.socket, nbytes: int) -> None:
             sock.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 
+@contextlib.contextmanager
+def naming(peer: str) -> Iterator[None]:
+    """Puts the peer's name before what it is blamed for."""
+    try:
+        yield
+    except HandshakeError as error:
+        raise HandshakeError(f"{peer}: {error}", error.code) from error
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"{peer}: {error}") from error
+
+
 class BlockingConnection:
     """A wire connection over a socket, one message at a time; all is over by the deadline."""
 
@@ -102,11 +115,13 @@ class BlockingConnection:
         """Returns the next message, which must be of a kind; heartbeats before it are skipped.
 
         Raises:
-            RemoteProtocolError: the peer refused us, or sent something else.
+            RemoteProtocolError: the peer refused us, or sent something else. HandshakeError: we
+                refuse it. Both name the peer.
             TransportTimeout, TransportError: nothing came, or the peer left.
         """
         while True:
-            event = self.conn.next_event()
+            with naming(self.peer):
+                event = self.conn.next_event()
             if isinstance(event, kind):
                 return event
             if event is NEED_DATA:
@@ -174,7 +189,8 @@ class TcpTransport(Transport):
             hello = data_hello(session_key, opened, nonce=os.urandom(m.NONCE_BYTES))
             link.send(hello)
             accepted = link.receive(m.DataAccepted)
-            check_data_accepted(accepted, session_key, opened, nonce=hello.nonce)
+            with naming(str(address)):
+                check_data_accepted(accepted, session_key, opened, nonce=hello.nonce)
         except BaseException:
             sock.close()
             raise

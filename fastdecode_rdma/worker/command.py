@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,20 +66,28 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def is_loopback(host: str) -> bool:
-    """Says whether only this machine can reach `host`.
+def resolve(host: str) -> tuple[str, ...]:
+    """Returns the numeric addresses of `host`, best first.
 
     Raises:
         ConfigError: the name is unknown.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        numbers = [socket.getnameinfo(place, socket.NI_NUMERICHOST)[0] for *_, place in found]
     except OSError as exc:
         raise ConfigError(f"cannot listen on {host!r}: {exc.strerror}") from exc
-    return all(ipaddress.ip_address(address[4][0].split("%")[0]).is_loopback for address in found)
+    return tuple(dict.fromkeys(numbers))
 
 
-def find_access(args: argparse.Namespace, host: str) -> bytes | None:
+def is_loopback(address: str) -> bool:
+    """Says whether only this machine can reach a numeric address."""
+    number = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(number, "ipv4_mapped", None)  # ::ffff:127.0.0.1 is 127.0.0.1 to IPv6 sockets
+    return (number if mapped is None else mapped).is_loopback
+
+
+def find_access(args: argparse.Namespace, host: str, addresses: Sequence[str]) -> bytes | None:
     """Returns the token that engines must hold, None when they need none.
 
     Raises:
@@ -88,10 +96,11 @@ def find_access(args: argparse.Namespace, host: str) -> bytes | None:
     from fastdecode_rdma.wire.token_file import find_token
 
     token = None if args.insecure else find_token(args.token_file)
-    if token is None and not args.insecure and not is_loopback(host):
+    if token is None and not args.insecure and not all(map(is_loopback, addresses)):
         raise ConfigError(
             f"{host} can be reached from other machines: pass --token-file FILE (make one with "
-            "`fastdecode token > FILE`), or --insecure if every machine that reaches it is trusted"
+            "`fastdecode token --output FILE`), or --insecure if every machine that reaches it is "
+            "trusted"
         )
     return token
 
@@ -110,7 +119,9 @@ def make_server(args: argparse.Namespace) -> WorkerServer:
 
     host, port = parse_address(args.listen)
     host = host or "0.0.0.0"
-    token = find_access(args, host)
+    # Resolved once: a name that resolves otherwise a moment later must not open another address.
+    addresses = resolve(host)
+    token = find_access(args, host, addresses)
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise ConfigError(f"--threads must be from 1 to 1024, got {args.threads}")
     if args.memory is None:
@@ -125,7 +136,7 @@ def make_server(args: argparse.Namespace) -> WorkerServer:
         threads = limits.Default(args.threads, "as asked")
     facts = kernel_facts()
     config = WorkerConfig(
-        host=host,
+        host=addresses[0],
         port=port,
         memory_bytes=memory.value,
         num_threads=threads.value,

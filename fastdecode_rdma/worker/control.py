@@ -99,7 +99,7 @@ class SocketThread(threading.Thread):
             self._send(self._conn.hello(os.urandom(m.NONCE_BYTES)))
             if isinstance(self._receive(deadline_s), m.Auth):
                 self._send(self._conn.proof())
-                self._server.handshake_done(self)
+                self._server.admit(self)
                 self._serve_control()
 
     # Input and output
@@ -189,7 +189,8 @@ class SocketThread(threading.Thread):
             self._feed()
         now_s = time.monotonic()
         progress = 0 if self._record is None else self._record.progress
-        for data in self._conn.heartbeat(now_s, progress=progress):
+        pending = progress % 2  # odd in the middle of a frame
+        for data in self._conn.heartbeat(now_s, progress=progress, pending=pending):
             self.sock.sendall(data)
         if self._conn.is_lost(now_s):
             raise TransportTimeout(

@@ -15,11 +15,12 @@ import select
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastdecode_rdma import __version__
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.wire import messages as m
+from fastdecode_rdma.wire.auth import HandshakeError
 from fastdecode_rdma.worker.control import SocketThread
 from fastdecode_rdma.worker.session_record import Budget, Machinery, SessionRecord, shut
 
@@ -37,9 +38,10 @@ class WorkerConfig:
     isa: str
     block_tokens: int
     seg_tokens: int
-    token: bytes | None = None
+    token: bytes | None = field(default=None, repr=False)
     handshake_timeout_s: float = 5.0
     max_handshakes: int = 64
+    max_engines: int = 256  # two sockets each: within the usual limit of 1024 open files
 
 
 class WorkerServer:
@@ -57,6 +59,7 @@ class WorkerServer:
         self._records: dict[int, SessionRecord] = {}
         self._threads: set[SocketThread] = set()
         self._handshakes: dict[SocketThread, None] = {}  # ordered: the oldest first
+        self._engines: set[SocketThread] = set()  # control connections past the handshake
         self._ended_frames = 0
 
     @property
@@ -126,10 +129,27 @@ class WorkerServer:
         with self._lock:
             self._handshakes.pop(thread, None)
 
+    def admit(self, thread: SocketThread) -> None:
+        """Takes in a control connection that has proved itself.
+
+        Raises:
+            HandshakeError: there are as many as the worker can serve.
+        """
+        with self._lock:
+            self._handshakes.pop(thread, None)
+            if len(self._engines) >= self.config.max_engines:
+                raise HandshakeError(
+                    f"the worker serves {self.config.max_engines} engines already, its limit: end "
+                    "some, or start another worker",
+                    m.ErrorCode.BUSY,
+                )
+            self._engines.add(thread)
+
     def forget(self, thread: SocketThread) -> None:
         """Drops a connection that has ended."""
         with self._lock:
             self._handshakes.pop(thread, None)
+            self._engines.discard(thread)
             self._threads.discard(thread)
 
     def open_session(self, request: m.OpenSession, key: bytes) -> SessionRecord:

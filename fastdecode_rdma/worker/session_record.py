@@ -48,7 +48,8 @@ class DataPlane(Protocol):
 
     @property
     def num_messages(self) -> int:
-        """Moves whenever a frame is begun or done with; callable from any thread."""
+        """Moves whenever a frame is begun or done with, so it is odd in the middle of one; callable
+        from any thread."""
 
     def stats(self) -> dict[str, int]:
         """Counters, `frames_received` among them; callable from any thread."""
@@ -112,7 +113,7 @@ class SessionRecord:
 
     @property
     def progress(self) -> int:
-        """Moves with every frame while the data plane runs."""
+        """Moves with every frame while the data plane runs; odd in the middle of one."""
         plane = self._data_plane
         return 0 if plane is None else plane.num_messages
 

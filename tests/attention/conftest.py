@@ -61,7 +61,7 @@ class Process:
 def serve() -> Iterator[Callable[..., Served]]:
     running: list[Served] = []
 
-    def start(*, memory_bytes: int = MEMORY, token: bytes | None = None) -> Served:
+    def start(*, memory_bytes: int = MEMORY, token: bytes | None = None, **limits: int) -> Served:
         facts = kernel_facts()
         config = WorkerConfig(
             "127.0.0.1",
@@ -72,6 +72,7 @@ def serve() -> Iterator[Callable[..., Served]]:
             facts.block_tokens,
             facts.seg_tokens,
             token=token,
+            **limits,
         )
         budget = MemoryBudget(memory_bytes)
         server = WorkerServer(config, budget, real_machinery())

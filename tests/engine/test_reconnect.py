@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -77,3 +78,27 @@ def test_closing_closes_what_nobody_took_and_what_comes_too_late() -> None:
     wait_for(lambda: len(links) == 2 and all(link.closed for link in links))
     reconnector.lost("late")
     assert reconnector.take() == [] and reconnector._thread is None
+
+
+def test_an_address_that_does_not_answer_holds_up_nobody() -> None:
+    hang = threading.Event()
+
+    def connect(address: str) -> Link:
+        assert hang.wait(10)
+        raise TransportError("no answer")
+
+    reconnector = Reconnector(connect)
+    reconnector.lost("gone")
+    time.sleep(0.2)  # the try is under way
+    slowest_s = 0.0
+    for _ in range(100):
+        started = time.monotonic()
+        assert reconnector.take() == []
+        reconnector.lost("gone")
+        slowest_s = max(slowest_s, time.monotonic() - started)
+    assert slowest_s < 0.05
+    started = time.monotonic()
+    reconnector.close()
+    assert time.monotonic() - started < 0.05
+    hang.set()
+    wait_for(lambda: reconnector._thread is None)

@@ -199,6 +199,21 @@ def test_timeout_names_the_late_worker_and_holds_its_bound(make_rig):
     rig.run_step(2, [1, 1])  # a late worker can go on
 
 
+def test_the_bound_grows_with_the_bytes_that_are_due(make_rig, new_geometry):
+    rig = make_rig(new_geometry(max_rows=8000, num_layers=2), timeout_s=0.2)
+    rig.add_stream(delay_s=0.45)
+    width = rig.geometry.row_width(0) + rig.geometry.out_width(0)
+    assert 0.5 < 8000 * width * 4 * 100e-9 < 1.0  # seconds more, at 100 ns a byte
+    rig.begin(1, [8000])
+    expected = rig.fill(8000, 0)
+    rig.pump.exchange(0, 0)
+    np.testing.assert_array_equal(rig.received(8000, 0), expected)
+    rig.begin(2, [1])
+    rig.fill(1, 0)
+    with pytest.raises(PortTimeout):
+        rig.pump.exchange(0, 0)
+
+
 def test_lost_worker_is_named_and_the_others_go_on(make_rig):
     rig = make_rig()
     for _ in range(3):

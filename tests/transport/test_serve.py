@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -218,6 +219,28 @@ def test_progress_moves_with_every_frame(make_rig):
     before = rig.planes[0].num_messages
     rig.run_step(1, [1])
     assert rig.planes[0].num_messages >= before + 8
+    deadline = time.monotonic() + 5
+    while rig.planes[0].num_messages % 2:  # odd until the last reply is booked
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_progress_is_odd_in_the_middle_of_a_frame(make_rig):
+    rig = make_rig()
+    session = rig.add_stream()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def free(handles: object) -> None:
+        begun.set()
+        assert go_on.wait(5)
+
+    session.free = free
+    rig.run_step(1, [1])
+    rig.pump.post(0, FrameKind.FREE, payload=pack_handles([1]))
+    assert begun.wait(5)
+    assert rig.planes[0].num_messages % 2 == 1
+    go_on.set()
+    rig.run_step(2, [1])
 
 
 def test_stale_epoch_of_a_worker_is_a_typed_error_at_once(make_rig, epoch):

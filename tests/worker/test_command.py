@@ -358,6 +358,9 @@ sys.exit(code)
     [
         (["--listen", "0.0.0.0:0"], "can be reached from other machines: pass --token-file"),
         (["--listen", ":0"], "0.0.0.0 can be reached from other machines"),
+        (["--listen", "[::]:0"], ":: can be reached from other machines: pass --token-file"),
+        (["--listen", "[::ffff:0.0.0.0]:0"], "::ffff:0.0.0.0 can be reached from other machines"),
+        (["--listen", "127.0.0.1:0", "--token-file", ""], "name of the token file is empty"),
         (["--listen", "127.0.0.1:http"], "expected HOST:PORT"),
         (["--listen", "127.0.0.1:0", "--memory", "lots"], "cannot read 'lots' as memory"),
         (["--listen", "127.0.0.1:0", "--threads", "0"], "--threads must be from 1 to 1024, got 0"),
@@ -389,27 +392,97 @@ def test_an_unknown_isa_is_one_clear_line(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
-     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False)],
-)  # fmt: skip
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("127.1", True),
+        ("::ffff:127.0.0.1", True),  # IPv4's loopback, to an IPv6 socket
+        ("0.0.0.0", False),
+        ("0", False),
+        ("::", False),
+        ("::ffff:0.0.0.0", False),
+        ("::ffff:10.0.0.1", False),
+        ("10.0.0.1", False),
+        ("2001:db8::1", False),
+    ],
+)
 def test_loopback(host, expected):
-    assert command.is_loopback(host) is expected
+    addresses = command.resolve(host)
+    assert addresses and all(command.is_loopback(each) for each in addresses) is expected
+
+
+def test_a_link_local_address_keeps_its_interface():
+    assert command.resolve("fe80::1%lo") == ("fe80::1%lo",)
+    assert not command.is_loopback("fe80::1%lo")
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Makes host names resolve to given addresses; numbers resolve as ever."""
+    table = {}
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host, port, *args, **kwargs):
+        return [real(a, port, *args, **kwargs)[0] for a in table.get(host, [host])]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return table
+
+
+def access(host, **options):
+    options = {"token_file": None, "insecure": False} | options
+    return command.find_access(argparse.Namespace(**options), host, command.resolve(host))
+
+
+def test_a_name_is_what_it_resolves_to(names, monkeypatch):
+    monkeypatch.delenv("FASTDECODE_TOKEN_FILE", raising=False)
+    names["here"] = ["127.0.0.1", "::1"]
+    names["there"] = ["10.0.0.1"]
+    names["both"] = ["127.0.0.1", "10.0.0.1"]
+    assert access("here") is None
+    for host in ("there", "both"):
+        with pytest.raises(ConfigError, match=f"{host} can be reached from other machines"):
+            access(host)
+
+
+def test_a_name_is_resolved_once(names, monkeypatch, capsys):
+    # else a name that changes between the check and the bind would open the worker to everybody
+    monkeypatch.delenv("FASTDECODE_TOKEN_FILE", raising=False)
+    asked = []
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **k: asked.append(host) or real(host, *a, **k)
+    )
+    names["moving"] = ["127.0.0.1"]
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--listen", "moving:0", "--memory", "1MiB", "--threads", "1"])
+    server = command.make_server(args)
+    try:
+        assert asked.count("moving") == 1 and server.address[0] == "127.0.0.1"
+    finally:
+        server.close(1.0)
 
 
 def test_access(token_file, monkeypatch):
-    def find(host, **options):
-        options = {"token_file": None, "insecure": False} | options
-        return command.find_access(argparse.Namespace(**options), host)
-
     monkeypatch.delenv("FASTDECODE_TOKEN_FILE", raising=False)
-    assert find("127.0.0.1") is None
-    assert find("0.0.0.0", insecure=True) is None
-    assert find("0.0.0.0", token_file=str(token_file)) == b"\x5a" * 32
+    assert access("127.0.0.1") is None
+    assert access("0.0.0.0", insecure=True) is None
+    assert access("0.0.0.0", token_file=str(token_file)) == b"\x5a" * 32
     with pytest.raises(ConfigError, match="--insecure"):
-        find("0.0.0.0")
+        access("0.0.0.0")
+    for host in ("127.0.0.1", "0.0.0.0"):  # `--token-file "$UNSET"` must not mean: without one
+        with pytest.raises(ConfigError, match="name of the token file is empty"):
+            access(host, token_file="")
     monkeypatch.setenv("FASTDECODE_TOKEN_FILE", str(token_file))
-    assert find("127.0.0.1") == find("0.0.0.0") == b"\x5a" * 32
-    assert find("0.0.0.0", insecure=True) is None  # an explicit word wins
+    assert access("127.0.0.1") == access("0.0.0.0") == b"\x5a" * 32
+    assert access("0.0.0.0", insecure=True) is None  # an explicit word wins
+    monkeypatch.setenv("FASTDECODE_TOKEN_FILE", "/nowhere")
+    assert access("0.0.0.0", token_file=str(token_file)) == b"\x5a" * 32  # and so does this one
+    with pytest.raises(ConfigError, match="FASTDECODE_TOKEN_FILE"):
+        access("127.0.0.1")
 
 
 def test_numpys_blas_starts_no_threads_unless_the_user_says_otherwise():
