@@ -98,6 +98,8 @@ def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
         if kind.rope is not None
     }
     scalar = keys.optional_number("query_pre_attn_scalar") or head_dim
+    lengths = _lengths(keys, ropes, family)
+    longest = lengths["longest_model_len"]
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.integer("intermediate_size"),
@@ -107,7 +109,10 @@ def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
         "activation": keys.activation(family.activation_key, GATED, family.activations),
         "norm_eps": keys.number("rms_norm_eps"),
         "scale": keys.optional_number("attention_multiplier") or scalar**-0.5,
-        "windows": tuple(kind.window for kind in kinds),
+        # A window that no sequence outgrows is none: its layers share the cache of the others.
+        "windows": tuple(
+            None if kind.window is None or kind.window >= longest else kind.window for kind in kinds
+        ),
         "ropes": tuple(None if kind.rope is None else ropes[kind.rope] for kind in kinds),
         "qkv_bias": _bias(keys, family.qkv_bias),
         "o_bias": _bias(keys, family.o_bias),
@@ -123,7 +128,7 @@ def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
         "logits_scale": 1.0 / (keys.optional_number("logits_scaling") or 1.0),
         "attn_softcap": keys.nullable_number("attn_logit_softcapping"),
         "final_softcap": keys.nullable_number("final_logit_softcapping"),
-        **_lengths(keys, ropes, family),
+        **lengths,
     }
 
 
@@ -159,9 +164,7 @@ def _bias(keys: Keys, rule: Bias) -> bool:
     return keys.flag(rule) if isinstance(rule, str) else rule
 
 
-def _lengths(
-    keys: Keys, ropes: Mapping[str, RopeSpec | None], family: Family
-) -> dict[str, int | None]:
+def _lengths(keys: Keys, ropes: Mapping[str, RopeSpec | None], family: Family) -> dict[str, int]:
     """Returns the longest sequence by default, and the longest to be had on request.
 
     Linear and yarn stretch the length that was trained; a file that states the stretched one

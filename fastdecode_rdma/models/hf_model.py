@@ -30,6 +30,10 @@ def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dic
                 f"quantization_config {method or quantization!r} is not supported; "
                 "use a checkpoint in float32, float16 or bfloat16"
             )
+    sources = (config, text, generation)
+    eos_token_ids = _token_ids(*(source.get("eos_token_id") for source in sources))
+    if not any("eos_token_id" in source for source in sources):  # a null says that there is none
+        eos_token_ids = _token_ids(family.defaults.get("eos_token_id"))
     keys = Keys(text, family.defaults)
     outer = Keys(config, {**family.defaults, **keys.raw})
     return family.read(keys, family) | {
@@ -41,10 +45,7 @@ def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dic
         "tie_word_embeddings": outer.flag("tie_word_embeddings"),
         "bos_token_id": outer.optional_integer("bos_token_id"),
         "pad_token_id": outer.optional_integer("pad_token_id"),
-        "eos_token_ids": _token_ids(
-            config.get("eos_token_id"), text.get("eos_token_id"), generation.get("eos_token_id")
-        )
-        or _token_ids(family.defaults.get("eos_token_id")),
+        "eos_token_ids": eos_token_ids,
         "renames": family.renames,
         "ignored": family.ignored,
     }

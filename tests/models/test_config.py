@@ -107,6 +107,13 @@ def test_null_means_none_where_that_is_not_the_default():
     assert (config.attn_softcap, config.final_softcap) == (None, None)
 
 
+def test_a_window_that_no_sequence_outgrows_is_none():
+    """Phi-3.5 states a window of 262144 tokens and 131072 positions."""
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "num_hidden_layers": 1}
+    assert read(phi3, sliding_window=4095).windows == (4095,)
+    assert read(phi3, sliding_window=4096).windows == (None,)
+
+
 def test_head_dim_need_not_be_hidden_over_heads():
     config = read(LLAMA, head_dim=32, num_key_value_heads=2)
     assert config.head_dim == 32 and config.ropes[0].rot_dim == 32
@@ -184,6 +191,12 @@ def test_eos_is_the_union_of_both_files(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
     assert ModelConfig.from_hf(tmp_path).eos_token_ids == (2, 7, 9)
     assert ModelConfig.from_hf(tmp_path / "config.json").eos_token_ids == (2, 7, 9)
+
+
+def test_without_a_word_on_eos_the_familys_holds_but_null_is_none():
+    silent = {key: value for key, value in LLAMA.items() if key != "eos_token_id"}
+    assert ModelConfig.from_hf(silent).eos_token_ids == (2,)
+    assert ModelConfig.from_hf(silent | {"eos_token_id": None}).eos_token_ids == ()
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
