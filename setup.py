@@ -27,6 +27,7 @@ setup(
     ext_modules=cythonize(
         [
             extension("fastdecode_rdma", "_dense"),
+            extension("fastdecode_rdma", "_sampling"),
             extension("fastdecode_rdma", "_team"),
             extension("fastdecode_rdma.transport", "_pump"),
             extension("fastdecode_rdma.worker", "_attention"),

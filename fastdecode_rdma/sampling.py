@@ -2,7 +2,7 @@
 
 A row's result depends on its logits, parameters, seed, sample index and output ids alone, never on
 its neighbours: the noise is counter-based, and every sum along the vocabulary runs in one
-fixed order on one thread.
+fixed order on one thread (cython/sampling.h; rows run in parallel).
 
 One uniform number u per row picks the first candidate whose cumulative probability exceeds u.
 Candidates are all tokens in id order, or, under top_k or top_p, the kept ones from the most
@@ -12,8 +12,10 @@ probable down (equal ones in id order).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -21,10 +23,26 @@ from torch import Tensor
 
 from fastdecode_rdma.errors import SamplingError
 from fastdecode_rdma.logit_rules import LogitState
-from fastdecode_rdma.sequence import Logprob, SamplingParams
+from fastdecode_rdma.sequence import GREEDY_TEMPERATURE, Logprob, SamplingParams
 
-# The nucleus nearly always ends among so many tokens; when it does not, the row is sorted.
-_NUCLEUS_GUESS = 512
+try:
+    from fastdecode_rdma import _sampling, _team
+except ImportError as exc:
+    raise ImportError(
+        "compiled kernels not found: run `pip install -e .`, or leave the checkout directory"
+    ) from exc
+
+ROW = np.dtype(
+    [
+        ("logits", "u8"), ("uniform", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("token", "i8"),
+        ("temperature", "f4"), ("min_p", "f4"),
+    ]
+)  # fmt: skip
+"""One row as the kernel reads it: `sampling_row` in cython/sampling.h."""
+NO_MEMORY = -2
+MAX_TEMPERATURE = 1e30
+"""Higher ones differ in nothing, and fp32 has no room for many of them."""
+MAX_TOP_K = 1 << 62
 
 _PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _PHILOX_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -91,25 +109,41 @@ def sample(
     sample_indices: Sequence[int],
     *,
     states: Sequence[LogitState | None] | None = None,
+    num_threads: int | None = None,
 ) -> SampledTokens:
     """Returns one token per row; `positions` counts the output tokens before this one.
 
     `states` hold what else changes a row's logits (logit_rules.py); such rows are copied first.
+    `num_threads` is torch's number by default.
+
+    Raises:
+        MemoryError: there was none to sort some of a row's tokens.
     """
-    num_rows = len(params)
-    values = logits.numpy()
-    token_ids, finite = _argmax(values)
-    altered, errors = ({}, {}) if states is None else _alter(values, states, finite, token_ids)
-    drawn = [row for row in range(num_rows) if token_ids[row] >= 0 and not params[row].is_greedy]
-    if drawn:
-        noise = uniforms(
-            [seeds[row] for row in drawn],
-            [sample_indices[row] for row in drawn],
-            [positions[row] for row in drawn],
-        )
-        for row, uniform in zip(drawn, noise.tolist(), strict=True):
-            draw = _draw_narrow if _is_narrow(params[row]) else _draw_wide
-            token_ids[row] = draw(altered.get(row, values[row]), params[row], uniform)
+    num_rows, vocab_size = logits.shape
+    rows = np.zeros(num_rows, ROW)
+    first, step = logits.data_ptr(), 4 * logits.stride(0)
+    rows["logits"] = range(first, first + num_rows * step, step)
+    rows["temperature"] = [
+        min(p.temperature, MAX_TEMPERATURE) if p.temperature >= GREEDY_TEMPERATURE else 0.0
+        for p in params
+    ]
+    if rows["temperature"].any():
+        rows["uniform"] = uniforms(seeds, sample_indices, positions)
+        rows["top_p"] = [p.top_p for p in params]
+        rows["top_k"] = [min(p.top_k, MAX_TOP_K) for p in params]
+        rows["min_p"] = [p.min_p for p in params]
+    altered, errors = ({}, {}) if states is None else _alter(logits.numpy(), states)
+    for row, copy in altered.items():
+        rows["logits"][row] = copy.ctypes.data
+    _bind_kernel()
+    num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    _sampling.sample(rows.ctypes.data, num_rows, vocab_size, num_threads)
+    token_ids: list[int] = rows["token"].tolist()
+    if NO_MEMORY in token_ids:
+        raise MemoryError("no memory to sort the tokens of a row")
+    for row in errors:
+        token_ids[row] = -1
+    finite = [token_id >= 0 or row in errors for row, token_id in enumerate(token_ids)]
     if all(row_params.logprobs is None for row_params in params):
         return SampledTokens(token_ids, finite, errors, None, None)
     logprobs: list[float | None] = [None] * num_rows
@@ -123,135 +157,44 @@ def sample(
     return SampledTokens(token_ids, finite, errors, logprobs, top_logprobs)
 
 
+@cache
+def _bind_kernel() -> None:
+    """Gives the kernel the thread team, and the instruction set that FASTDECODE_ISA allows."""
+    _sampling.bind_team(_team.address())
+    if os.environ.get("FASTDECODE_ISA") != _sampling.ISA_NAMES[0]:
+        for isa in reversed(range(len(_sampling.ISA_NAMES))):
+            if _sampling.set_isa(isa):
+                break
+
+
 def _alter(
     values: np.ndarray,  # [R, V]
     states: Sequence[LogitState | None],
-    finite: Sequence[bool],
-    token_ids: list[int],
 ) -> tuple[dict[int, np.ndarray], dict[int, SamplingError]]:
-    """Returns altered copies of the rows whose states say so, and the rows that failed.
+    """Returns altered copies of the rows whose states say so, and why others failed.
 
-    Puts the id of each copy's largest logit (-1 for a failure) into `token_ids`.
+    A row without a finite largest logit stays as it is: no mask may hide that.
     """
     altered: dict[int, np.ndarray] = {}
     errors: dict[int, SamplingError] = {}
     for row, state in enumerate(states):
-        if state is None or not finite[row] or not state.is_active:
+        if state is None or not state.is_active or not np.isfinite(values[row].max()):
             continue
-        altered[row] = values[row].copy()
+        copy = values[row].copy()
         try:
-            token_ids[row] = state.apply_(altered[row])
+            state.apply_(copy)
         except SamplingError as error:
-            token_ids[row], errors[row] = -1, error
+            errors[row] = error
+        else:
+            altered[row] = copy
     return altered, errors
-
-
-def _argmax(values: np.ndarray) -> tuple[list[int], list[bool]]:  # values: [R, V]
-    """Returns the lowest id of the largest logit per row, and whether that logit is finite.
-
-    One pass: numpy's argmax stops at the first NaN, so a NaN anywhere is the "largest".
-    """
-    best = values.argmax(axis=1)
-    finite = np.isfinite(values[np.arange(len(best)), best])
-    return np.where(finite, best, -1).tolist(), finite.tolist()
-
-
-def _is_narrow(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0
-
-
-def _weights(row: np.ndarray, temperature: float) -> np.ndarray:  # row: [V] fp32
-    """Returns exp((x - max) / temperature), fp32 [V].
-
-    One row at a time on this thread: no other row can change a bit, and at 49152 tokens it costs
-    50 us, less than waking a thread pool for a softmax.
-    """
-    weights = row - row.max()
-    if temperature != 1.0:
-        weights /= np.float32(temperature)
-    return np.exp(weights, out=weights)
-
-
-def _draw_wide(row: np.ndarray, params: SamplingParams, uniform: float) -> int:  # row: [V] fp32
-    """Draws from all tokens, less those that min_p cuts: prefix sums in id order."""
-    weights = _weights(row, params.temperature)
-    if params.min_p > 0.0:
-        weights[weights < params.min_p] = 0.0
-    return _pick(weights.cumsum(dtype=np.float64), uniform)
-
-
-def _pick(cumulative: np.ndarray, uniform: float) -> int:
-    """Returns the first index whose prefix sum exceeds `uniform` of the total.
-
-    An index of weight 0 never wins, as its prefix sum equals its predecessor's.
-    """
-    total = cumulative[-1]
-    index = int(np.searchsorted(cumulative, uniform * total, side="right"))
-    # Rounding may lift the product to the total itself: then the last index with weight is meant.
-    return min(index, int(np.searchsorted(cumulative, total, side="left")))
-
-
-def _draw_narrow(row: np.ndarray, params: SamplingParams, uniform: float) -> int:  # row: [V] fp32
-    """Draws from the top_k or the nucleus, mostly without sorting the row."""
-    vocab_size = len(row)
-    mass = None
-    count = params.top_k + 1  # one more than top_k shows whether others equal the k-th value
-    if params.top_k <= 0:
-        mass = float(_weights(row, params.temperature).sum(dtype=np.float64))
-        count = _NUCLEUS_GUESS
-    count = min(count, vocab_size)
-    # 70 us for 49152 logits; torch.topk takes 110 to 380.
-    largest = np.partition(row, vocab_size - count)[vocab_size - count :]
-    descending = np.sort(largest)[::-1]
-    index = _draw_sorted(descending, vocab_size, params, uniform, mass)
-    if index is None:
-        descending = np.sort(row)[::-1]
-        index = _draw_sorted(descending, vocab_size, params, uniform, mass)
-        assert index is not None  # a whole row is always enough
-    # Equal logits share their places in order of their ids.
-    place = index - int(np.searchsorted(-descending, -descending[index], side="left"))
-    return int(np.flatnonzero(row == descending[index])[place])
-
-
-def _draw_sorted(
-    descending: np.ndarray,  # [C] fp32, the row's C largest logits
-    vocab_size: int,
-    params: SamplingParams,
-    uniform: float,
-    mass: float | None,
-) -> int | None:
-    """Draws a place among a row's sorted logits, or returns None if it takes more of them.
-
-    `mass` is the sum of exp((x - max) / temperature) over the row; without top_k it is needed.
-    """
-    is_whole = len(descending) == vocab_size
-    values = descending.astype(np.float64)
-    weights = np.exp((values - values[0]) / params.temperature)
-    kept = len(weights)
-    if params.min_p > 0.0:
-        kept = int(np.searchsorted(-weights, -params.min_p, side="right"))
-    if 0 < params.top_k < len(values):
-        kth = values[params.top_k - 1]
-        kept = min(kept, int(np.searchsorted(-values, -kth, side="right")))
-    # Whatever lies below the last logit here is kept, too, if that one is.
-    is_cut = is_whole or kept < len(weights)
-    if not is_cut and (params.top_k > 0 or params.min_p > 0.0):
-        return None
-    cumulative = weights[:kept].cumsum()
-    if params.top_p < 1.0:
-        total = mass if mass is not None and params.min_p == 0.0 else cumulative[-1]
-        # A token stays while those above it hold less than top_p of the mass.
-        last = int(np.searchsorted(cumulative, params.top_p * total, side="left"))
-        if last >= kept and not is_cut:
-            return None
-        cumulative = cumulative[: last + 1]
-    return _pick(cumulative, uniform)
 
 
 def _top_logprobs(row: Tensor, token_id: int, count: int) -> dict[int, Logprob]:  # row: [V]
     """Returns the chosen token's and the `count` best log-probabilities (-1: all)."""
     logits = row.numpy()
-    log_total = float(logits.max()) + math.log(_weights(logits, 1.0).sum(dtype=np.float64))
+    largest = logits.max()
+    log_total = float(largest) + math.log(np.exp(logits - largest).sum(dtype=np.float64))
     chosen = logits[token_id]
     rank = int(np.count_nonzero(logits > chosen)) + 1
     top = {token_id: Logprob(float(chosen) - log_total, rank)}

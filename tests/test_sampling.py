@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 
+from fastdecode_rdma import _sampling, sampling
 from fastdecode_rdma.logit_rules import LogitState, RuleCompiler
-from fastdecode_rdma.sampling import philox4x32, sample, uniforms
+from fastdecode_rdma.sampling import MAX_TEMPERATURE, ROW, philox4x32, sample, uniforms
 from fastdecode_rdma.sequence import SamplingParams
 
 VOCAB = 1000
@@ -40,6 +42,22 @@ def state_of(
     compiler = RuleCompiler(vocab_size=vocab, eos_ids=[EOS], encode=None)
     rules = compiler.compile(params)
     return None if rules is None else rules.start(np.array(prompt, np.int64), list(output))
+
+
+class Remembered:
+    """A state that computes once: for many rows of the same logits."""
+
+    is_active = True
+
+    def __init__(self, state: LogitState) -> None:
+        self._state = state
+        self._result: np.ndarray | None = None
+
+    def apply_(self, logits: np.ndarray) -> None:
+        if self._result is None:
+            self._state.apply_(logits)
+            self._result = logits.copy()
+        logits[:] = self._result
 
 
 def oracle_logits(
@@ -79,7 +97,11 @@ def oracle_distribution(
     output: Sequence[int] = (),
 ) -> np.ndarray:
     """vLLM's rules and filters by sorting everything, in float64."""
-    x = oracle_logits(row, params, prompt, output) / params.temperature
+    return oracle_filters(oracle_logits(row, params, prompt, output), params)
+
+
+def oracle_filters(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    x = logits.astype(np.float64) / params.temperature
     keep = np.ones(len(x), dtype=bool)
     if params.min_p:
         keep &= x >= x.max() + math.log(params.min_p)
@@ -89,7 +111,7 @@ def oracle_distribution(
     p = np.where(keep, np.exp(x - x.max()), 0.0)
     p /= p.sum()
     if params.top_p < 1.0:
-        order = np.argsort(-p, kind="stable")
+        order = np.argsort(-x, kind="stable")
         before = np.cumsum(p[order]) - p[order]
         p[order[before >= params.top_p]] = 0.0
         p /= p.sum()
@@ -189,7 +211,8 @@ def test_distribution_by_chi_square(params):
     prompt, output = [1, 2, 3, 38, 38], [5, 40, 14, 5, 5, 14]
     row = logits_of(1, 60, seed=3)
     expected = oracle_distribution(row[0].numpy(), params, prompt, output) * draws
-    states = [state_of(params, vocab=60, prompt=prompt, output=output)] * 500
+    state = state_of(params, vocab=60, prompt=prompt, output=output)
+    states = None if state is None else [Remembered(state)] * 500
     counts = np.zeros(60)
     for start in range(0, draws, 500):
         result = sample(
@@ -370,3 +393,112 @@ def test_samples_of_one_request_differ():
     logits = logits_of(1, seed=10).repeat(8, 1)
     result = sample(logits, [SamplingParams()] * 8, [3] * 8, [0] * 8, list(range(8)))
     assert len(set(result.token_ids)) > 1
+
+
+# -- the kernel against sorting everything
+
+
+def oracle_picks(
+    row: np.ndarray, params: SamplingParams, noise: np.ndarray
+) -> list[tuple[int, float]]:
+    """Tokens, and how far each uniform number is from the border of two tokens."""
+    p = oracle_filters(row, params)
+    order = np.arange(len(row))
+    if params.top_k > 0 or params.top_p < 1.0:
+        order = np.lexsort((order, -row))
+    cumulative = np.cumsum(p[order])
+    places = np.searchsorted(cumulative / cumulative[-1], noise, side="right")
+    margins = [float(np.abs(cumulative / cumulative[-1] - uniform).min()) for uniform in noise]
+    return list(zip(order[np.minimum(places, len(row) - 1)].tolist(), margins, strict=True))
+
+
+def shapes_of_logits(vocab: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(vocab)
+    normal = generator.normal(size=vocab)
+    masked = np.where(generator.random(vocab) < 0.5, -np.inf, normal * 3)
+    masked[vocab // 2] = 1.0
+    peaked = normal.copy()
+    peaked[vocab // 3] = 40.0
+    shapes = {
+        "usual": normal * 3, "flat": normal * 0.01, "equal": np.zeros(vocab),
+        "ties": np.round(normal * 2), "masked": masked, "peaked": peaked, "huge": normal * 1e37,
+        "signed zeros": np.where(normal > 0, 0.0, -0.0), "tiny": normal * 1e-38,
+    }  # fmt: skip
+    return {name: values.astype(np.float32) for name, values in shapes.items()}
+
+
+@pytest.fixture(params=_sampling.ISA_NAMES)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    draw(logits_of(1), SamplingParams())  # binds the kernel: the best set is chosen
+    best = max(i for i in range(len(_sampling.ISA_NAMES)) if _sampling.set_isa(i))
+    assert _sampling.set_isa(min(best, _sampling.ISA_NAMES.index(request.param)))
+    yield request.param
+    assert _sampling.set_isa(best)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 63, 64, 65, 1000, 1025, 20_011])
+def test_the_kernel_draws_what_the_oracle_draws(vocab: int, isa: str) -> None:
+    """Except where rounding decides: a uniform number within 1e-5 of the border of two tokens
+    (weights are fp32, with an error of some 1e-6 for exponents near 30)."""
+    kinds = [
+        {}, {"temperature": 0.3}, {"temperature": 30.0, "min_p": 0.3}, {"top_k": 1}, {"top_k": 50},
+        {"top_p": 0.9}, {"top_p": 0.999, "temperature": 3.0}, {"min_p": 0.05, "top_p": 0.95},
+        {"top_k": 300, "top_p": 0.5, "temperature": 0.1}, {"top_k": 20, "min_p": 0.01},
+        {"top_k": 10**30, "top_p": 1e-300}, {"temperature": 1e300},
+    ]  # fmt: skip
+    num_draws = 4 if vocab > 10_000 else 20
+    excepted = 0
+    for row in shapes_of_logits(vocab).values():
+        for values in kinds:
+            params = SamplingParams(**values)
+            if params.temperature > MAX_TEMPERATURE:
+                params = dataclasses.replace(params, temperature=MAX_TEMPERATURE)
+            logits = torch.from_numpy(row).repeat(num_draws, 1)
+            result = draw(logits, SamplingParams(**values), seed=vocab)
+            noise = uniforms([vocab] * num_draws, [0] * num_draws, range(num_draws))
+            picks = oracle_picks(row, params, noise)
+            for token, (expected, margin) in zip(result.token_ids, picks, strict=True):
+                assert token == expected or margin < 1e-5, (values, token, expected, margin)
+                excepted += token != expected
+    print(f"{excepted} draws excepted")
+    assert excepted <= 5
+
+
+def test_the_kernel_reads_rows_as_they_are_written() -> None:
+    assert ROW.itemsize == _sampling.ROW_BYTES
+
+
+def test_the_last_uniform_number_takes_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounding lifts the target to the total, or beyond."""
+    monkeypatch.setattr(sampling, "uniforms", lambda *_: [1.0])
+    row = torch.tensor([[1.0, 3.0, -torch.inf, 2.0, -torch.inf]])
+    for params, last in [
+        (SamplingParams(), 3), (SamplingParams(min_p=0.9), 1), (SamplingParams(top_k=2), 3),
+        (SamplingParams(top_p=0.99), 0), (SamplingParams(top_p=0.1), 1),
+    ]:  # fmt: skip
+        assert draw(row, params).token_ids == [last]
+        wide = torch.full((1, 5000), -torch.inf)
+        wide[0, 1000:1005] = row[0]
+        assert draw(wide, params).token_ids == [1000 + last]
+
+
+def test_rows_that_are_parts_of_a_larger_tensor_are_read_by_their_stride() -> None:
+    whole = logits_of(6, seed=15)
+    assert (
+        draw(whole[::2], SamplingParams()).token_ids
+        == draw(whole[::2].contiguous(), SamplingParams()).token_ids
+    )
+
+
+def test_no_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exhausted:
+        ISA_NAMES, bind_team, set_isa = _sampling.ISA_NAMES, _sampling.bind_team, _sampling.set_isa
+
+        @staticmethod
+        def sample(rows: int, num_rows: int, vocab_size: int, num_threads: int) -> None:
+            first = ctypes.cast(rows, ctypes.POINTER(ctypes.c_int64))
+            first[ROW.fields["token"][1] // 8] = sampling.NO_MEMORY
+
+    monkeypatch.setattr(sampling, "_sampling", Exhausted)
+    with pytest.raises(MemoryError, match="no memory to sort"):
+        draw(logits_of(1), SamplingParams(top_k=3))

@@ -1,0 +1,36 @@
+"""Rows of logits -> tokens. Unpacks addresses; sampling.py validates."""
+
+from libc.stdint cimport int64_t, uintptr_t
+
+
+cdef extern from "sampling.h" nogil:
+    ctypedef struct sampling_row:
+        pass
+    void team_bind(uintptr_t address)
+    int sampling_isa
+    int sampling_isa_supported(int isa)
+    void sampling_run(sampling_row *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
+
+
+ROW_BYTES = sizeof(sampling_row)
+ISA_NAMES = ("baseline", "avx2")
+
+
+def bind_team(uintptr_t address):
+    """Runs parallel regions on the team at that address (_team.address())."""
+    team_bind(address)
+
+
+def set_isa(int isa):
+    """Chooses the instruction set by its place in ISA_NAMES; returns False if this CPU lacks it."""
+    global sampling_isa
+    if not sampling_isa_supported(isa):
+        return False
+    sampling_isa = isa
+    return True
+
+
+def sample(uintptr_t rows, int64_t num_rows, int64_t vocab_size, int num_threads):
+    """Fills in the tokens of an array of rows, each of which points at its logits [V]."""
+    with nogil:
+        sampling_run(<sampling_row *>rows, num_rows, vocab_size, num_threads)
