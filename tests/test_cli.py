@@ -80,7 +80,7 @@ def test_an_interrupt_is_code_130(command):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("wroker", "did you mean 'worker'?"), ("docter", "'doctor'"), ("xyz", "there are worker, ")],
+    [("wroker", "did you mean 'worker'?"), ("docter", "'doctor'"), ("xyz", "there are generate, ")],
 )
 def test_an_unknown_command_names_the_nearest(name, words, capsys):
     assert cli.main([name]) == 2

@@ -23,7 +23,7 @@ LAYERS = [
     {"models"},
     {"engine", "prompts", "stream", "results"},
     {"generator"},
-    {"hub", "doctor", "cli"},
+    {"batch", "terminal", "hub", "doctor", "generate_command", "cli"},
 ]
 """Rooms from bottom to top: a file imports from its own layer or those below."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -12,13 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from fastdecode_rdma.errors import ConfigError, WorkerError
 from fastdecode_rdma.hub.demo_models import DEMO_MODELS, demo_model_dir
-
-if TYPE_CHECKING:
-    from fastdecode_rdma.sequence import TokenEvent
+from fastdecode_rdma.terminal import print_stream
 
 _CHATS = (
     "What is the capital of France, and what is it known for?",
@@ -68,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS,…",
         help="running attention workers; default: one is started on this machine",
     )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the workers' token (default: FASTDECODE_TOKEN_FILE)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,8 +84,10 @@ def run(args: argparse.Namespace) -> int:
         if args.workers:
             workers = [address.strip() for address in args.workers.split(",")]
         else:
-            workers = [stack.enter_context(local_worker())]
-        generator = stack.enter_context(Generator.from_pretrained(model_dir, workers=workers))
+            workers = [stack.enter_context(local_worker(args.token_file))]
+        generator = stack.enter_context(
+            Generator.from_pretrained(model_dir, workers=workers, token_file=args.token_file)
+        )
         print(f"{model_dir.name}: dense layers here, attention in {', '.join(workers)}\n")
         tokenizer = generator.tokenizer
         if tokenizer is None:
@@ -93,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         prompts: list[Any] = [[{"role": "user", "content": t}] if is_chat else t for t in texts]
         before = generator.stats()
         started = time.perf_counter()
-        num_tokens = _print_stream(texts, generator.generate(prompts, params))
+        num_tokens = print_stream(texts, generator.generate(prompts, params))
         elapsed_s = time.perf_counter() - started
         print(_summary(num_tokens, elapsed_s, before, generator.stats()))
     return 0
@@ -131,7 +135,7 @@ def _unwinding_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def local_worker() -> Iterator[str]:
+def local_worker(token_file: str | None = None) -> Iterator[str]:
     """Runs an attention worker process on a free loopback port; yields its address.
 
     Raises:
@@ -142,6 +146,8 @@ def local_worker() -> Iterator[str]:
         log = Path(scratch) / "log"
         command = [sys.executable, "-m", "fastdecode_rdma.cli", "worker"]
         command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+        if token_file is not None:
+            command += ["--token-file", os.path.abspath(token_file)]
         # Not in our folder: a checkout there would hide the installed package.
         with log.open("wb") as log_file:
             process = subprocess.Popen(
@@ -175,37 +181,6 @@ def _wait_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> str
             raise WorkerError("on this machine", f"ended at once with code {code}: {reason}")
         time.sleep(0.02)
     raise WorkerError("on this machine", f"not ready after {_WORKER_START_S:.0f} s")
-
-
-def _print_stream(texts: Sequence[str], events: Iterator[TokenEvent]) -> int:
-    """Prints one block per prompt, in order, the first unfinished one as it streams.
-
-    Returns the number of tokens.
-    """
-    held: list[list[str]] = [[] for _ in texts]
-    finished = [False] * len(texts)
-    current = 0
-    num_tokens = 0
-    _print_heading(texts, current)
-    for event in events:
-        num_tokens += event.token_id is not None
-        index = event.request_index
-        finished[index] = event.finish_reason is not None
-        if index == current:
-            print(event.text, end="", flush=True)
-        else:
-            held[index].append(event.text)
-        while current < len(texts) and finished[current]:
-            current += 1
-            print("\n")
-            if current < len(texts):
-                _print_heading(texts, current)
-                print("".join(held[current]), end="", flush=True)
-    return num_tokens
-
-
-def _print_heading(texts: Sequence[str], index: int) -> None:
-    print(f"[{index + 1}/{len(texts)}] {texts[index].rstrip()}", flush=True)
 
 
 def _summary(

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from fastdecode_rdma.cli import main
 from fastdecode_rdma.errors import WorkerError
 from fastdecode_rdma.hub import demo_command
-from fastdecode_rdma.sequence import TokenEvent
 
 COMMAND = [sys.executable, "-m", "fastdecode_rdma.cli", "demo"]
 
@@ -97,24 +95,6 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch, tmp_path):
         demo_command.local_worker(),
     ):
         raise AssertionError("it did start")
-
-
-def events() -> Iterator[TokenEvent]:
-    for index, text, reason in [
-        (0, "a", None),
-        (2, "x", None),
-        (1, "m", "stop"),
-        (0, "b", None),
-        (2, "y", None),
-        (0, "", "length"),
-        (2, "z", "stop"),
-    ]:
-        yield TokenEvent(index, 0, 5, text, finish_reason=reason)
-
-
-def test_blocks_come_in_order_and_whole(capsys):
-    assert demo_command._print_stream(["p", "q\n", "r"], events()) == 7
-    assert capsys.readouterr().out == "[1/3] p\nab\n\n[2/3] q\nm\n\n[3/3] r\nxyz\n\n"
 
 
 def test_bad_arguments_are_one_line(capsys, tmp_path):

@@ -1,0 +1,205 @@
+"""Lines of a file or a pipe: read one by one, written so that none is ever half there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastdecode_rdma.errors import ConfigError
+
+MAX_LINE_BYTES = 32 << 20
+"""A prompt of a million tokens takes about 5 MB; what is longer is no line but a wrong file."""
+
+STANDARD = "-"
+"""The name of standard input and output."""
+
+_CHUNK_BYTES = 1 << 16
+_MAX_QUEUED_LINES = 128
+_PAUSE_S = 0.05
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """A line without its end; `data` is None where it was too long to be kept. Numbers begin at 1
+    and count blank lines, as editors do."""
+
+    number: int
+    data: bytes | None
+
+
+def read_lines(fd: int) -> Iterator[RawLine]:
+    """Yields the lines that are not blank. LF and CRLF end one, a BOM at the start is left out."""
+    kept, nbytes = [], 0  # pieces of the line that is not ended yet, and its length
+    number = 1
+    while True:
+        chunk = os.read(fd, _CHUNK_BYTES)
+        pieces = chunk.split(b"\n")
+        for place, piece in enumerate(pieces):
+            nbytes += len(piece)
+            if nbytes <= MAX_LINE_BYTES:
+                kept.append(piece)
+            else:
+                kept.clear()
+            if place == len(pieces) - 1 and chunk:
+                continue  # the line goes on
+            line = b"".join(kept).removeprefix(_BOM if number == 1 else b"").strip(b" \t\r")
+            if nbytes > MAX_LINE_BYTES:
+                yield RawLine(number, None)
+            elif line:
+                yield RawLine(number, line)
+            kept, nbytes, number = [], 0, number + 1
+        if not chunk:
+            return
+
+
+class LineSource:
+    """Where the lines come from: `-` or a path. A pipe is read by a thread of its own, so that
+    results need not wait for whoever writes into it.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Opens the input.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        self.name = "standard input" if path == STANDARD else path
+        try:
+            self._fd = os.dup(0) if path == STANDARD else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.status = os.fstat(self._fd)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"cannot read {self.name}: {reason}") from error
+        if stat.S_ISDIR(self.status.st_mode):
+            os.close(self._fd)
+            raise ConfigError(f"cannot read {self.name}: it is a directory")
+        self.ended = False
+        self._lines: Iterator[RawLine] | None = None
+        self._queue: queue.Queue[RawLine | OSError | None] = queue.Queue(_MAX_QUEUED_LINES)
+        if stat.S_ISREG(self.status.st_mode):
+            self._lines = read_lines(self._fd)
+        else:
+            threading.Thread(target=self._fill, name="fastdecode input", daemon=True).start()
+
+    def _fill(self) -> None:
+        try:
+            for line in read_lines(self._fd):
+                self._queue.put(line)
+        except OSError as error:
+            self._queue.put(error)
+        else:
+            self._queue.put(None)
+
+    def next_line(self, *, wait: bool) -> RawLine | None:
+        """Returns the next line; None at the end (`ended`), or when a pipe has none for the moment
+        and `wait` is False.
+
+        Raises:
+            OSError: reading failed.
+        """
+        if self._lines is not None:
+            line = next(self._lines, None)
+            self.ended = line is None
+            return line
+        try:
+            item = self._queue.get(timeout=None if wait else _PAUSE_S)
+        except queue.Empty:
+            return None
+        if isinstance(item, OSError):
+            raise item
+        self.ended = item is None
+        return item
+
+    def close(self) -> None:
+        """Closes a file; a pipe's thread may be waiting in it, and both end with the process."""
+        if self._lines is not None:
+            os.close(self._fd)
+
+
+def check_output(path: str, source: LineSource | None, *, overwrite: bool) -> None:
+    """Refuses an output that would destroy something, before any time is spent on it.
+
+    Raises:
+        ConfigError: it is the input, or holds something already, or its folder is not there.
+    """
+    try:
+        status = os.fstat(1) if path == STANDARD else os.stat(path)
+    except FileNotFoundError:
+        folder = os.path.dirname(path) or "."
+        if not os.path.isdir(folder):
+            raise ConfigError(f"cannot write {path}: there is no folder {folder}") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot write {path}: no permission in {folder}") from None
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot write {path}: {reason}") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"cannot write {path}: it is a directory")
+    if path != STANDARD and not os.access(path, os.W_OK):
+        raise ConfigError(f"cannot write {path}: no permission")
+    if not stat.S_ISREG(status.st_mode):
+        return
+    if source is not None and os.path.samestat(status, source.status):
+        raise ConfigError(f"input and output are the same file ({source.name}); name another")
+    if path != STANDARD and status.st_size and not overwrite:
+        raise ConfigError(f"{path} is there already and not empty; name another, or --overwrite it")
+
+
+class LineWriter:
+    """Writes whole lines, each at once: what was written is complete whatever happens next."""
+
+    def __init__(self, path: str, *, overwrite: bool) -> None:
+        """Opens the output; with `overwrite` it is emptied.
+
+        Raises:
+            ConfigError: it cannot be written, or holds something already.
+        """
+        self.name = "standard output" if path == STANDARD else path
+        self.is_terminal = path == STANDARD and os.isatty(1)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if overwrite else 0)
+        try:
+            self._fd = os.dup(1) if path == STANDARD else os.open(path, flags, 0o666)
+            status = os.fstat(self._fd)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.name}: {error.strerror}") from error
+        self._is_file = stat.S_ISREG(status.st_mode)
+        if path != STANDARD and self._is_file and status.st_size and not overwrite:
+            os.close(self._fd)
+            raise ConfigError(f"{path} is there already and not empty; name another")
+
+    def write(self, line: bytes) -> None:
+        """Writes one line; on any failure, Ctrl-C included, no part of it stays in a file.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        start = os.fstat(self._fd).st_size if self._is_file else 0
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except BaseException:
+            if self._is_file:
+                self._drop_part(start, len(line))
+            raise
+
+    def _drop_part(self, start: int, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            # Not where another process has added lines of its own meanwhile.
+            if start < os.fstat(self._fd).st_size < start + nbytes:
+                os.ftruncate(self._fd, start)
+
+    def close(self) -> None:
+        """Closes the output.
+
+        Raises:
+            OSError: the file system reports only now that something was not written.
+        """
+        os.close(self._fd)
