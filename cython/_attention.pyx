@@ -12,6 +12,7 @@ cdef extern from "attention.h" nogil:
         FD_TABLES
     ctypedef struct fd_isa:
         const char *name
+        int lanes
     ctypedef struct fd_line:
         pass
     ctypedef struct fd_layer:
@@ -62,6 +63,11 @@ cdef extern from "attention.h" nogil:
     int fd_store(void *ctx, int32_t table, int32_t layer, int32_t entry, int64_t offset, int64_t count,
                  const void *k, const void *v)
 
+    int FD_READ_PIECE
+    int FD_FMA_ROUNDS
+    uint64_t fd_probe_read(const fd_isa *isa, const void *buffer, int64_t nbytes, int threads)
+    uint64_t fd_probe_fma(const fd_isa *isa, int64_t num_pieces, int threads)
+
 BLOCK_TOKENS = FD_BLOCK
 SEGMENT_TOKENS = FD_SEG
 NUM_TABLES = FD_TABLES
@@ -76,6 +82,30 @@ def has_isa(str name):
     """Returns whether this build has that kernel and this CPU can run it."""
     encoded = name.encode()
     return fd_find_isa(encoded) != NULL
+
+
+def read_seconds(str isa, uintptr_t buffer, int64_t nbytes, int num_threads):
+    """Seconds of one pass over a buffer of whole MiB, which holds zeros, by plain loads on the team's threads."""
+    cdef uint64_t ns
+    encoded = isa.encode()
+    cdef const fd_isa *kernel = fd_find_isa(encoded)
+    if kernel == NULL or nbytes < FD_READ_PIECE or nbytes % FD_READ_PIECE:
+        raise ValueError("an instruction set of this CPU and whole MiB are needed")
+    with nogil:
+        ns = fd_probe_read(kernel, <const void *>buffer, nbytes, num_threads)
+    return ns / 1e9
+
+
+def multiply_adds_per_s(str isa, int64_t num_pieces, int num_threads):
+    """fp32 fused multiply-adds per second of the team's threads together, from registers."""
+    cdef uint64_t ns
+    encoded = isa.encode()
+    cdef const fd_isa *kernel = fd_find_isa(encoded)
+    if kernel == NULL or num_pieces < 1:
+        raise ValueError("an instruction set of this CPU and at least one piece are needed")
+    with nogil:
+        ns = fd_probe_fma(kernel, num_pieces, num_threads)
+    return <double>num_pieces * FD_FMA_ROUNDS * 12 * kernel.lanes / ns * 1e9
 
 
 cdef class Context:

@@ -31,6 +31,7 @@ enum {
     FD_UPLOAD = 1,    /* entry flag: the rows come by store() */
 };
 enum { FD_FP32 = 0, FD_FP16 = 1, FD_BF16 = 2, FD_INT8 = 3, FD_INT4 = 4 }; /* the last two hold K/V only */
+enum { FD_UNPACK = 16 }; /* int4 rows unpacked at a time: with head_dim 128 they stay in L1 */
 enum { FD_INT8_SCALE_BYTES = 4, FD_INT4_GROUP_BYTES = 20 }; /* see attention_quant.h */
 #define FD_QUANT_TINY 1e-35f /* values of this size are zero: their scale has no finite inverse */
 
@@ -129,6 +130,9 @@ typedef struct {
     /* one K and V row of wire values into the cache; 1 when one is not finite */
     int (*write)(struct fd_ctx *ctx, const fd_group *group, int layer_index, int kv_head, fd_seq *seq,
                  int group_index, int64_t position, const void *k, const void *v);
+    void (*read)(void *probe, int tid);
+    void (*fma)(void *probe, int tid);
+    int lanes;
 } fd_isa;
 
 typedef struct fd_ctx {

@@ -20,8 +20,10 @@ typedef struct {
     int32_t lo, hi;
 } ISA(span);
 
-FD_INLINE const char *ISA(block)(const ISA(view) *view, int token) {
-    return fd_block_at(view->group, view->list, view->base + token)->data;
+/* Start of a token's row, to which the offset of a layer, side and head is to be added. */
+FD_INLINE const char *ISA(row)(const ISA(view) *view, int token) {
+    return fd_block_at(view->group, view->list, view->base + token)->data +
+           (size_t)(token % FD_BLOCK) * view->group->row_bytes;
 }
 
 /* Fetches the line that `nbytes` of streaming from offset `at` on correspond to, if it is the first to do so.
@@ -131,26 +133,33 @@ FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; 
 FD_INLINE void ISA(score_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, const float *q,
                                float *scores) {
     const int dim = view->group->head_dim, end = spans[n - 1].hi;
-    const size_t row = view->group->row_bytes;
-    for (int b = spans[0].lo / FD_BLOCK * FD_BLOCK; b < end; b += FD_BLOCK) {
-        const char *k = ISA(block)(view, b) + view->k_offset;
-        int more = b + FD_BLOCK < end; /* then fetch the next K block, else the first V block */
-        const char *ahead = more ? ISA(block)(view, b + FD_BLOCK) + view->k_offset
-                                 : ISA(block)(view, spans[0].lo) + view->v_offset;
-        int ahead_rows = (int)fd_min(FD_BLOCK, more ? end - b - FD_BLOCK : end);
+    const int step = dtype == FD_INT4 ? FD_UNPACK : FD_BLOCK, as = dtype == FD_INT4 ? FD_FP32 : dtype;
+    float unpacked[FD_UNPACK * FD_MAX_DIM + 8] __attribute__((aligned(64)));
+    const size_t stored = view->group->row_bytes, row = dtype == FD_INT4 ? (size_t)dim * 4 : stored;
+    for (int b = spans[0].lo / step * step; b < end; b += step) {
+        const char *k = ISA(row)(view, b) + view->k_offset;
+        int more = b + step < end; /* then fetch the next K rows, else the first V rows */
+        const char *ahead = more ? ISA(row)(view, b + step) + view->k_offset
+                                 : ISA(row)(view, spans[0].lo / step * step) + view->v_offset;
+        int ahead_rows = (int)fd_min(step, more ? end - b - step : end);
+        if (dtype == FD_INT4) {
+            ISA(unpack_int4)(unpacked, k, stored, (int)fd_min(step, (end - b + 3) & ~3), dim, ahead, ahead_rows);
+            k = (const char *)unpacked;
+            ahead_rows = 0;
+        }
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
             int from = spans[v].lo > b ? (spans[v].lo - b) & ~3 : 0;
-            int to = (int)fd_min(FD_BLOCK, spans[v + h - 1].hi - b);
+            int to = (int)fd_min(step, spans[v + h - 1].hi - b);
             for (int t = from; t < to; t += 4) { /* rows past `to` are inside the block, their scores unused */
                 const size_t at = t * row, limit = v ? 0 : ahead_rows * row;
                 const float *qv = q + v * dim;
                 float *out = scores + v * FD_SCORES + b + t;
                 switch (h) {
-                    case 1: ISA(dot4)(1, dtype, qv, dim, k + t * row, row, ahead, at, limit, out); break;
-                    case 2: ISA(dot4)(2, dtype, qv, dim, k + t * row, row, ahead, at, limit, out); break;
-                    case 3: ISA(dot4)(3, dtype, qv, dim, k + t * row, row, ahead, at, limit, out); break;
-                    default: ISA(dot4)(4, dtype, qv, dim, k + t * row, row, ahead, at, limit, out);
+                    case 1: ISA(dot4)(1, as, qv, dim, k + t * row, row, ahead, at, limit, out); break;
+                    case 2: ISA(dot4)(2, as, qv, dim, k + t * row, row, ahead, at, limit, out); break;
+                    case 3: ISA(dot4)(3, as, qv, dim, k + t * row, row, ahead, at, limit, out); break;
+                    default: ISA(dot4)(4, as, qv, dim, k + t * row, row, ahead, at, limit, out);
                 }
             }
         }
@@ -173,27 +182,34 @@ FD_INLINE void ISA(scale_weights)(const char *v, size_t row, int b, int n, const
 FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const ISA(span) *spans, float *weights,
                                float *acc) {
     const int dim = view->group->head_dim, end = spans[n - 1].hi;
-    const size_t row = view->group->row_bytes;
+    const int step = dtype == FD_INT4 ? FD_UNPACK : FD_BLOCK, as = dtype == FD_INT4 ? FD_FP32 : dtype;
+    float unpacked[FD_UNPACK * FD_MAX_DIM + 8] __attribute__((aligned(64)));
+    const size_t stored = view->group->row_bytes, row = dtype == FD_INT4 ? (size_t)dim * 4 : stored;
     memset(acc, 0, (size_t)n * dim * sizeof *acc);
-    for (int b = spans[0].lo / FD_BLOCK * FD_BLOCK; b < end; b += FD_BLOCK) {
-        const char *v = ISA(block)(view, b) + view->v_offset, *ahead = v;
-        int ahead_rows = (int)fd_max(0, fd_min(FD_BLOCK, end - b - FD_BLOCK));
-        if (ahead_rows) ahead = ISA(block)(view, b + FD_BLOCK) + view->v_offset;
+    for (int b = spans[0].lo / step * step; b < end; b += step) {
+        const char *v = ISA(row)(view, b) + view->v_offset, *ahead = v;
+        int ahead_rows = (int)fd_max(0, fd_min(step, end - b - step));
+        if (ahead_rows) ahead = ISA(row)(view, b + step) + view->v_offset;
         if (dtype == FD_INT8) ISA(scale_weights)(v, row, b, n, spans, weights);
+        if (dtype == FD_INT4) {
+            ISA(unpack_int4)(unpacked, v, stored, (int)fd_min(step, end - b), dim, ahead, ahead_rows);
+            v = (const char *)unpacked;
+            ahead_rows = 0;
+        }
         for (int i = 0, h; i < n; i += h, ahead_rows = 0) {
             h = ISA(tile)(n - i);
             const ISA(span) *s = spans + i;
             const float *w = weights + i * FD_SCORES + b;
-            int first = (int)fd_max(0, s[h - 1].lo - b), last = (int)fd_min(FD_BLOCK, s[0].hi - b);
+            int first = (int)fd_max(0, s[h - 1].lo - b), last = (int)fd_min(step, s[0].hi - b);
             if (last < first) last = first;
             for (int j = 0; j < h && s[j].lo < s[h - 1].lo; j++) {
-                int from = (int)fd_max(0, s[j].lo - b), to = (int)fd_min(fd_min(first, FD_BLOCK), s[j].hi - b);
-                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, from, to, v, 0, acc + (i + j) * dim, dim);
+                int from = (int)fd_max(0, s[j].lo - b), to = (int)fd_min(fd_min(first, step), s[j].hi - b);
+                ISA(add_tile)(1, as, w + j * FD_SCORES, v, row, from, to, v, 0, acc + (i + j) * dim, dim);
             }
-            ISA(add_tile)(h, dtype, w, v, row, first, last, ahead, ahead_rows, acc + i * dim, dim);
+            ISA(add_tile)(h, as, w, v, row, first, last, ahead, ahead_rows, acc + i * dim, dim);
             for (int j = 0; j < h; j++) {
-                int from = (int)fd_max(last, s[j].lo - b), to = (int)fd_min(FD_BLOCK, s[j].hi - b);
-                ISA(add_tile)(1, dtype, w + j * FD_SCORES, v, row, from, to, v, 0, acc + (i + j) * dim, dim);
+                int from = (int)fd_max(last, s[j].lo - b), to = (int)fd_min(step, s[j].hi - b);
+                ISA(add_tile)(1, as, w + j * FD_SCORES, v, row, from, to, v, 0, acc + (i + j) * dim, dim);
             }
         }
     }

@@ -7,6 +7,15 @@
  * The minimum is rounded down and the scale up, so that the rounded ones cover the group. Products and sums are
  * rounded apart, which makes the stored bits the same in all instruction sets and in kv_dtypes.py. */
 
+FD_INLINE vi ISA(load_bytes)(const char *p) {
+#if VL == 8
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    const uint8_t *q = (const uint8_t *)p;
+    return (vi){q[0], q[1], q[2], q[3]};
+#endif
+}
+
 FD_INLINE vf ISA(load_int8)(const char *p) {
 #if VL == 8
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
@@ -16,22 +25,31 @@ FD_INLINE vf ISA(load_int8)(const char *p) {
 #endif
 }
 
-FD_INLINE vf ISA(load_int4)(const char *row, int64_t i) {
-    const char *group = row + i / 32 * FD_INT4_GROUP_BYTES, *bytes = group + 4 + i % 32 / 16 * 8 + i % 8;
-    uint32_t bits;
-    memcpy(&bits, group, sizeof bits);
-#if VL == 8
-    __m256i values = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
-    values = i % 16 < 8 ? _mm256_and_si256(values, _mm256_set1_epi32(15)) : _mm256_srli_epi32(values, 4);
-    const __m256i pair = _mm256_set1_epi32((int)bits);
-    const vf scale = _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32((int)0xffff0000)));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(values), scale, _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)));
-#else
-    const uint8_t *q = (const uint8_t *)bytes;
-    const int shift = i % 16 < 8 ? 0 : 4;
-    const vi values = ((vi){q[0], q[1], q[2], q[3]} >> shift) & 15, pair = (vi){0} + (int32_t)bits;
-    return __builtin_convertvector(values, vf) * (vf)(pair & (int32_t)0xffff0000) + (vf)(pair << 16);
-#endif
+/* Unpacks `count` rows of n values to dst [count][n], fetching as many rows ahead meanwhile. The last group of a row
+ * may spill 8 floats into the next one, which comes later; behind the last row there is room. */
+FD_INLINE void ISA(unpack_int4)(float *dst, const char *rows, size_t row_bytes, int count, int n, const char *ahead,
+                                int ahead_rows) {
+    for (int t = 0; t < count; t++, rows += row_bytes, ahead += row_bytes) {
+        const char *p = rows;
+        if (t < ahead_rows)
+            for (size_t line = 0; line < row_bytes + 63; line += 64) __builtin_prefetch(ahead + line);
+        for (int start = 0; start < n; start += 32, p += 4) {
+            uint32_t bits;
+            memcpy(&bits, p, sizeof bits);
+            const vi pair = (vi){0} + (int32_t)bits;
+            const vf scale = (vf)(pair & (int32_t)0xffff0000), minimum = (vf)(pair << 16);
+            const int stop = n - start < 32 ? n : start + 32;
+            for (int i = start; i < stop; i += 16, p += 8, dst += 16)
+                for (int j = 0; j < 8; j += VL) {
+                    const vi bytes = ISA(load_bytes)(p + 4 + j);
+                    const vf low = __builtin_convertvector(bytes & 15, vf);
+                    const vf high = __builtin_convertvector(bytes >> 4, vf);
+                    ISA(store)(dst + j, low * scale + minimum); /* exact product: as good as fused */
+                    ISA(store)(dst + 8 + j, high * scale + minimum);
+                }
+        }
+        if (n % 16) dst -= 8;
+    }
 }
 
 /* The nearest bf16 at or below x, or at or above it. */

@@ -26,6 +26,16 @@ typedef struct {
     _Atomic int64_t next;
 } fd_job;
 
+enum { FD_READ_PIECE = 1 << 20, FD_FMA_ROUNDS = 1 << 14 };
+
+/* A measurement of the machine, not of the kernel: see roofline.h. */
+typedef struct {
+    const char *buffer;
+    int64_t num_pieces;
+    _Atomic int64_t next;
+    _Atomic int sink;
+} fd_probe;
+
 /* Rounds the bits of an fp32 to fp16, to nearest even; infinities and not-a-number stay what they are. */
 static inline uint16_t fd_round_fp16(uint32_t bits) {
     uint16_t sign = (bits >> 16) & 0x8000;
@@ -46,6 +56,7 @@ static inline uint16_t fd_round_fp16(uint32_t bits) {
 #include "attention_simd.h"
 #include "attention_kernel.h"
 #include "attention_work.h"
+#include "roofline.h"
 #undef ISA
 #undef FD_ISA_NAME
 #undef VL
@@ -63,6 +74,7 @@ static inline uint16_t fd_round_fp16(uint32_t bits) {
 #include "attention_simd.h"
 #include "attention_kernel.h"
 #include "attention_work.h"
+#include "roofline.h"
 #undef ISA
 #undef FD_ISA_NAME
 #undef VL
@@ -86,6 +98,22 @@ static uint64_t fd_now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Reads the buffer once; returns nanoseconds. nbytes is a multiple of FD_READ_PIECE. */
+static uint64_t fd_probe_read(const fd_isa *isa, const void *buffer, int64_t nbytes, int threads) {
+    fd_probe job = {.buffer = buffer, .num_pieces = nbytes / FD_READ_PIECE};
+    uint64_t start = fd_now_ns();
+    team_run(threads, isa->read, &job);
+    return fd_now_ns() - start;
+}
+
+/* Runs num_pieces * FD_FMA_ROUNDS * 12 * lanes multiply-adds; returns nanoseconds. */
+static uint64_t fd_probe_fma(const fd_isa *isa, int64_t num_pieces, int threads) {
+    fd_probe job = {.num_pieces = num_pieces};
+    uint64_t start = fd_now_ns();
+    team_run(threads, isa->fma, &job);
+    return fd_now_ns() - start;
 }
 
 static void fd_run_job(fd_job *job, int64_t num_items, int write_only) {

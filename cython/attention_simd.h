@@ -80,11 +80,10 @@ FD_INLINE int ISA(any)(vi mask) {
 
 #include "attention_quant.h"
 
-/* Loads VL elements from element `i` on of a row of the given type; int8 without its scale. */
+/* Loads VL elements from element `i` on of a row of the given type; int8 without its scale, int4 not at all. */
 FD_INLINE vf ISA(load_as)(const void *p, int64_t i, int dtype) {
     switch (dtype) {
         case FD_INT8: return ISA(load_int8)((const char *)p + FD_INT8_SCALE_BYTES + i);
-        case FD_INT4: return ISA(load_int4)((const char *)p, i);
         case FD_FP16: return ISA(load_fp16)((const uint16_t *)p + i);
         case FD_BF16: return ISA(load_bf16)((const uint16_t *)p + i);
         default: return ISA(load)((const float *)p + i);

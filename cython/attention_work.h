@@ -188,4 +188,3 @@ static void ISA(body)(void *arg, int tid) {
     }
 }
 
-static const fd_isa ISA(table) = {FD_ISA_NAME, ISA(body), ISA(write)};

@@ -1,0 +1,1 @@
+"""Microbenchmarks: `fastdecode bench NAME`. Each prints its baseline beside our figure."""

@@ -1,0 +1,21 @@
+"""`fastdecode bench NAME`: picks the microbenchmark and imports only that one."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+BENCHMARKS = {"attention": "the decode attention kernel beside memory, arithmetic and torch"}
+"""Name -> help; fastdecode_rdma/bench/NAME.py has add_arguments(parser) and run(args)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, text in BENCHMARKS.items():
+        module = import_module(f"fastdecode_rdma.bench.{name}")
+        module.add_arguments(names.add_parser(name, help=text, description=text))
+
+
+def run(args: argparse.Namespace) -> int:
+    module = import_module(f"fastdecode_rdma.bench.{args.name}")
+    return int(module.run(args))
