@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "token": ("worker.token_command", "make a shared token for workers and engines"),
     "demo": ("hub.demo_command", "fetch a small model and decode with a worker on this machine"),
     "convert": ("hub.convert_command", "turn a GGUF file into a Hugging Face directory"),
+    "bench": ("bench.command", "measure the attention kernel beside what the machine can do"),
 }
 """Command -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)."""
 
