@@ -1,6 +1,6 @@
 """Rows of logits -> tokens. Unpacks addresses; sampling.py validates."""
 
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uintptr_t
 
 
 cdef extern from "sampling.h" nogil:
@@ -9,6 +9,7 @@ cdef extern from "sampling.h" nogil:
     void team_bind(uintptr_t address)
     int sampling_isa
     int sampling_isa_supported(int isa)
+    void sampling_philox(const uint32_t *counters, const uint32_t *keys, uint32_t *out, int64_t num)
     void sampling_run(sampling_row *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
 
 
@@ -28,6 +29,11 @@ def set_isa(int isa):
         return False
     sampling_isa = isa
     return True
+
+
+def philox(uintptr_t counters, uintptr_t keys, uintptr_t out, int64_t num):
+    """out [num, 4] = Philox4x32-10 of counters [num, 4] under keys [num, 2], all uint32."""
+    sampling_philox(<const uint32_t *>counters, <const uint32_t *>keys, <uint32_t *>out, num)
 
 
 def sample(uintptr_t rows, int64_t num_rows, int64_t vocab_size, int num_threads):

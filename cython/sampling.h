@@ -189,6 +189,24 @@ static int sampling_isa_supported(int isa)
     return isa == 0;
 }
 
+/* Philox4x32-10 (Salmon et al., SC 2011): counters [N][4] under keys [N][2] -> out [N][4]. */
+static void sampling_philox(const uint32_t *counters, const uint32_t *keys, uint32_t *out, int64_t num)
+{
+    for (int64_t i = 0; i < num; i++, counters += 4, keys += 2, out += 4) {
+        uint32_t c[4] = {counters[0], counters[1], counters[2], counters[3]}, k[2] = {keys[0], keys[1]};
+        for (int round = 0; round < 10; round++) {
+            uint64_t a = 0xD2511F53ull * c[0], b = 0xCD9E8D57ull * c[2];
+            c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k[0];
+            c[1] = (uint32_t)b;
+            c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k[1];
+            c[3] = (uint32_t)a;
+            k[0] += 0x9E3779B9u;
+            k[1] += 0xBB67AE85u;
+        }
+        memcpy(out, c, sizeof c);
+    }
+}
+
 /* Fills in the token of every row. */
 static void sampling_run(sampling_row *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
 {

@@ -142,7 +142,8 @@ static void SAMPLE(bound)(sampling_scan *scan, const sampling_row *row)
     float depth = SAMPLING_REACH;
     scan->floor = -FLT_MAX;
     if (row->top_k > 0) {
-        if (row->top_k <= scan->num_peaks) scan->floor = sampling_nth_largest(scan->peaks, scan->num_peaks, row->top_k - 1);
+        if (row->top_k <= scan->num_peaks)
+            scan->floor = sampling_nth_largest(scan->peaks, scan->num_peaks, row->top_k - 1);
     } else {
         double sums[SAMPLING_BLOCKS];
         scan->total = SAMPLE(sum)(scan, sampling_block(scan->n), sums);

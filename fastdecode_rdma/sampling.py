@@ -44,11 +44,6 @@ MAX_TEMPERATURE = 1e30
 """Higher ones differ in nothing, and fp32 has no room for many of them."""
 MAX_TOP_K = 1 << 62
 
-_PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_PHILOX_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_LOW32 = np.uint64(0xFFFFFFFF)
-_SHIFT32 = np.uint64(32)
-
 
 @dataclass(slots=True)
 class SampledTokens:
@@ -74,18 +69,11 @@ def philox4x32(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
     """
-    c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = (keys[:, i].astype(np.uint64) for i in range(2))
-    for _ in range(10):
-        product0 = _PHILOX_MULTIPLIERS[0] * c0
-        product1 = _PHILOX_MULTIPLIERS[1] * c2
-        c0 = (product1 >> _SHIFT32) ^ c1 ^ k0
-        c2 = (product0 >> _SHIFT32) ^ c3 ^ k1
-        c1 = product1 & _LOW32
-        c3 = product0 & _LOW32
-        k0 = (k0 + _PHILOX_WEYL[0]) & _LOW32
-        k1 = (k1 + _PHILOX_WEYL[1]) & _LOW32
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+    counters = np.ascontiguousarray(counters, np.uint32)
+    keys = np.ascontiguousarray(keys, np.uint32)
+    words = np.empty(counters.shape, np.uint32)
+    _sampling.philox(counters.ctypes.data, keys.ctypes.data, words.ctypes.data, len(counters))
+    return words
 
 
 def uniforms(

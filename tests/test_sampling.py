@@ -492,7 +492,8 @@ def test_rows_that_are_parts_of_a_larger_tensor_are_read_by_their_stride() -> No
 
 def test_no_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Exhausted:
-        ISA_NAMES, bind_team, set_isa = _sampling.ISA_NAMES, _sampling.bind_team, _sampling.set_isa
+        ISA_NAMES, philox = _sampling.ISA_NAMES, _sampling.philox
+        bind_team, set_isa = _sampling.bind_team, _sampling.set_isa
 
         @staticmethod
         def sample(rows: int, num_rows: int, vocab_size: int, num_threads: int) -> None:
