@@ -69,8 +69,7 @@ class Ours(Contender):
         prompts = [prompt_ids(i, vocab) for i in range(batch)]
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
         seen: set[int] = set()
-        started = time.perf_counter()
-        before: dict[str, float] = {}
+        started, before = time.perf_counter(), self.gen.stats()
         first = tokens = 0
         for event in self.gen.generate(prompts, params):
             seen.add(event.request_index)
@@ -82,7 +81,7 @@ class Ours(Contender):
         now = time.perf_counter()
         after = self.gen.stats()
         split = {
-            name: after[name] - before[name]
+            name: getattr(after, name) - getattr(before, name)
             for name in ("dense_s", "attention_s", "transport_s", "python_s")
         }
         return {

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
+# An application that configures no logging hears nothing; one that does decides what is shown.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
 # Lazy: a CPU worker imports this package without torch.
 _EXPORTS = {
     "Generator": ".generator",
+    "RequestHandle": ".handles",
+    "AsyncEventStream": ".handles",
+    "GeneratorStats": ".stats",
     "SamplingParams": ".sequence",
+    "Chat": ".chat",
     "TokenEvent": ".sequence",
     "CompletionOutput": ".sequence",
     "RequestOutput": ".sequence",
@@ -18,6 +26,9 @@ _EXPORTS = {
     "FastDecodeError": ".errors",
     "ConfigError": ".errors",
     "SamplingError": ".errors",
+    "QueueFullError": ".errors",
+    "RequestCancelledError": ".errors",
+    "GeneratorClosedError": ".errors",
     "ProtocolError": ".errors",
     "TransportError": ".errors",
     "WorkerError": ".errors",

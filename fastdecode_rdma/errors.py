@@ -15,6 +15,18 @@ class SamplingError(FastDecodeError):
     """A request's own parameters or logits processor left no token to choose, or failed."""
 
 
+class QueueFullError(FastDecodeError):
+    """As many requests as may wait for a seat do so already: try again later."""
+
+
+class RequestCancelledError(FastDecodeError):
+    """The result of a request that its caller cancelled was asked for."""
+
+
+class GeneratorClosedError(FastDecodeError):
+    """The generator has been closed, before a call or while a request ran."""
+
+
 class ProtocolError(FastDecodeError):
     """The wire protocol was broken."""
 

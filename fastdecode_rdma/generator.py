@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
-from typing import Any
 
-import numpy as np
-
-from fastdecode_rdma.detokenizer import IncrementalDetokenizer
 from fastdecode_rdma.engine.loop import EngineLoop
-from fastdecode_rdma.engine.setup import (
-    EngineParts,
+from fastdecode_rdma.engine.options import (
     GeneratorOptions,
     as_path,
-    build_engine,
     is_integer,
     resolve_model_dir,
 )
-from fastdecode_rdma.engine.state import Request
+from fastdecode_rdma.engine.report import take_stats
+from fastdecode_rdma.engine.setup import EngineParts, build_engine
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.logit_rules import RuleCompiler
-from fastdecode_rdma.prompts import (
-    CheckedPrompt,
-    Prompt,
-    PromptEncoder,
-    as_iterable,
-    check_all,
-    check_lazily,
-    is_single_prompt,
-)
+from fastdecode_rdma.handles import AsyncEventStream, RequestHandle
+from fastdecode_rdma.prompts import Prompt, PromptEncoder, is_single_prompt
+from fastdecode_rdma.requests import RequestFactory
 from fastdecode_rdma.results import ResultCollector
 from fastdecode_rdma.sequence import RequestOutput, SamplingParams, TokenEvent
-from fastdecode_rdma.stream import Deliver, EventStream, Fail, MakeRequest, Submission
+from fastdecode_rdma.stats import GeneratorStats
+from fastdecode_rdma.stream import EventStream, MakeRequest, Submission
 from fastdecode_rdma.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,31 +40,35 @@ class Generator:
     """A model whose dense layers run here and whose attention runs in workers.
 
     Made by `from_pretrained`; a context manager. Several threads may use it: they share the batch.
+    One thread of its own runs the engine, and never waits for who reads events. A process that
+    forks from this one cannot use it.
     """
 
     def __init__(
-        self, parts: EngineParts, tokenizer: Tokenizer | None, *, seed: int | None
+        self,
+        parts: EngineParts,
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int | None,
+        model_name: str = "",
     ) -> None:
         """Takes over the parts; use `from_pretrained`."""
         self._parts = parts
+        self._model_name = model_name
         self._tokenizer = tokenizer
-        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._encoder = PromptEncoder(
             tokenizer,
             vocab_size=parts.model.config.vocab_size,
             max_model_len=parts.engine.options.max_model_len,
         )
-        self._rules = RuleCompiler(
-            vocab_size=parts.model.config.vocab_size,
-            eos_ids=parts.engine.options.eos_token_ids,
-            encode=None
-            if tokenizer is None
-            else partial(tokenizer.encode, add_special_tokens=False),
-        )
-        self._worker_bytes = parts.engine.placement.largest_capacity()
+        self._requests = RequestFactory(parts, tokenizer, self._encoder, seed=seed)
         self._started = time.monotonic()
         self._loop = EngineLoop(
-            parts.engine, reconnect=parts.reconnect, worker_wait_s=parts.worker_wait_s
+            parts.engine,
+            reconnect=parts.reconnect,
+            worker_wait_s=parts.worker_wait_s,
+            max_num_seqs=parts.options.max_num_seqs,
+            max_waiting=parts.options.max_waiting,
         )
         # A generator that is dropped without close() gives back its thread and its memory, too.
         self._close = weakref.finalize(self, _shut_down, self._loop, parts)
@@ -95,8 +86,10 @@ class Generator:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
+        max_waiting: int = 1024,
         tokenizer: str | os.PathLike[str] | None = None,
         chat_template: str | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         seed: int | None = None,
         deterministic: bool = False,
         timeout_s: float = 30.0,
@@ -108,12 +101,14 @@ class Generator:
         workers: addresses ("tcp://host:18815", "host"); None embeds one worker in this process.
         token_file: the shared token for workers on other machines.
         dtype: compute dtype; "auto" or "float32" on a CPU.
-        kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16" or "bf16".
+        kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16", "bf16", "int8" or "int4".
         device: None or "cpu".
         max_model_len: tokens of prompt and answer; default: what model and workers can hold.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: prompt tokens prefilled between two decode steps.
+        max_waiting: requests that may wait for a seat before `submit` and `stream` refuse more.
         tokenizer: another directory with a tokenizer; chat_template: another template (Jinja text).
+        eos_token_id: one or more ids that end a sequence, besides those of the model's files.
         seed: makes the seeds of unseeded requests reproducible.
         deterministic: bit-identical results whatever the batch, the workers, preemption and losses.
         timeout_s: bound on every wait for a worker.
@@ -133,8 +128,10 @@ class Generator:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=max_waiting,
             deterministic=deterministic,
             timeout_s=timeout_s,
+            eos_token_id=eos_token_id,
         )
         if seed is not None and not is_integer(seed):
             raise ConfigError(f"seed must be an integer, got {seed!r}")
@@ -143,9 +140,13 @@ class Generator:
         directory = resolve_model_dir(path)
         text_dir = directory if tokenizer is None else as_path("tokenizer", tokenizer)
         loaded = Tokenizer.from_directory(
-            text_dir, chat_template=chat_template, required=tokenizer is not None
+            text_dir,
+            chat_template=chat_template,
+            eos_token_id=options.eos_token_id,
+            required=tokenizer is not None,
         )
-        return cls(build_engine(directory, options, loaded), loaded, seed=seed)
+        parts = build_engine(directory, options, loaded)
+        return cls(parts, loaded, seed=seed, model_name=os.fspath(path))
 
     # -- generation
 
@@ -160,7 +161,7 @@ class Generator:
 
         prompts: text, token ids or chat messages; one, a list, or any iterable, which is pulled as
             the batch has room (a bad prompt in it fails alone).
-        params: one for all, or one per prompt.
+        params: one for all, or one per prompt; None takes `get_default_sampling_params()`.
         on_error: what a failure of one request does. "raise": the other requests run to their end,
             then the error is raised; "event": it is an event with finish_reason "error".
 
@@ -205,68 +206,43 @@ class Generator:
                 collector.add(event)
         return collector.results()
 
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
+        """Submits one request, from any thread, and returns its handle: iterate it, wait for its
+        `result`, or `cancel` it. Dropping the handle cancels, too.
+
+        prompt, params: as in `generate`, one of each.
+
+        Raises:
+            ConfigError: the prompt or its parameters cannot be used.
+            QueueFullError: `max_waiting` requests wait for a seat already.
+        """
+        return RequestHandle(self._loop, self._single(prompt, params))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncEventStream:
+        """Submits one request and returns its events for `async for`. Cancelling the task that
+        reads them, or leaving the loop, cancels the request.
+
+        Arguments and errors are those of `submit`; they are raised here, before the first `await`.
+        The text of a long prompt takes the tokenizer some milliseconds: a server that must not
+        pause calls this in a thread (`await asyncio.to_thread(gen.stream, prompt)`).
+        """
+        return AsyncEventStream(self._loop, self._single(prompt, params))
+
+    def _single(self, prompt: Prompt, params: SamplingParams | None) -> MakeRequest:
+        self._loop.check()
+        self._loop.check_room()  # refused before the work of tokenizing
+        return self._requests.one(prompt, params)
+
     def _submissions(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
         on_error: str,
     ) -> Iterator[Submission]:
-        """Checks a list at once, an iterable as it is pulled; yields what a stream submits."""
         self._loop.check()
         if on_error not in ON_ERROR:
             raise ConfigError(f"on_error must be one of {ON_ERROR}, got {on_error!r}")
-        each = SamplingParams() if params is None else params
-        if not isinstance(each, (SamplingParams, Iterable)) or isinstance(each, (str, Mapping)):
-            raise ConfigError(f"expected SamplingParams, got {type(each).__name__}")
-        several = [prompts] if is_single_prompt(prompts) else as_iterable(prompts)
-        if not isinstance(several, Sequence):
-            return self._lazy(several, each)
-        checked = check_all(several, each, self._encoder.encode, self._check_params)
-        return map(self._request_maker, checked)
-
-    def _lazy(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams]
-    ) -> Iterator[Submission]:
-        encode, check = self._encoder.encode, self._check_params
-        for item in check_lazily(prompts, params, encode, check):
-            yield item if isinstance(item, tuple) else self._request_maker(item)
-
-    def _check_params(self, params: SamplingParams, ids: np.ndarray) -> None:
-        """What only this generator knows of parameters."""
-        seats = self._parts.options.max_num_seqs
-        if params.n > seats:
-            raise ConfigError(f"n={params.n} is more than max_num_seqs={seats}")
-        if params.stop and self._tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer, and this model has none")
-        self._rules.compile(params)
-        needed = params.n * self._parts.engine.placement.bytes_for(len(ids) + 1)
-        if needed > self._worker_bytes:
-            raise ConfigError(
-                f"n={params.n} samples of a prompt of {len(ids)} tokens need {needed} bytes of "
-                f"KV-cache on one worker, and the largest has {self._worker_bytes}"
-            )
-
-    def _request_maker(self, prompt: CheckedPrompt) -> MakeRequest:
-        params, tokenizer = prompt.params, self._tokenizer
-        room = self._encoder.max_model_len - len(prompt.ids)
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        rules = self._rules.compile(params)
-
-        def make(deliver: Deliver, fail: Fail) -> Request:
-            return Request(
-                index=prompt.index,
-                text=prompt.text,
-                prompt_ids=prompt.ids,
-                params=params,
-                seed=seed,
-                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-                make_detokenizer=partial(_make_detokenizer, tokenizer, params, prompt.ids),
-                deliver=deliver,
-                fail=fail,
-                rules=rules,
-            )
-
-        return make
+        return self._requests.several(prompts, params)
 
     # -- the rest
 
@@ -281,20 +257,30 @@ class Generator:
         """The model's tokenizer, or None if its directory has none."""
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what requests without parameters use: the sampling values of the model's
+        generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty,
+        max_new_tokens; do_sample false is greedy), the usual defaults where it has none.
+
+        Raises:
+            ConfigError: a value there is wrong; names file and key.
+        """
+        return self._parts.sampling_defaults.params()
+
     @property
     def max_model_len(self) -> int:
         """Tokens that one sequence may hold, prompt and answer."""
         return self._encoder.max_model_len
 
-    def stats(self) -> dict[str, Any]:
-        """Where the time went so far, and what the workers say of themselves.
-
-        `dense_s`, `attention_s`, `transport_s`, `python_s`: seconds of the engine thread in the
-        model's layers, in the attention kernel (as the workers report it), in the rest of the
-        exchange, and in scheduling, sampling and bookkeeping; `prefill_s` of prompts, whatever in.
-        """
-        elapsed = time.monotonic() - self._started
-        return {"elapsed_s": elapsed, **self._parts.stats()}
+    def stats(self) -> GeneratorStats:
+        """Returns counters, latencies, where the time went and how full the workers are; they stay
+        readable after `close`. `stats().to_prometheus()` is what a scraper wants."""
+        return take_stats(
+            self._parts,
+            model_name=self._model_name,
+            num_waiting=self._loop.num_waiting,
+            elapsed_s=time.monotonic() - self._started,
+        )
 
     def close(self) -> None:
         """Ends running requests, closes connections and frees memory. Idempotent and bounded."""
@@ -312,16 +298,10 @@ class Generator:
         self.close()
 
 
-def _make_detokenizer(
-    tokenizer: Tokenizer | None, params: SamplingParams, ids: np.ndarray
-) -> IncrementalDetokenizer | None:
-    if tokenizer is None:
-        return None
-    return tokenizer.detokenizer(params, prompt_ids=ids.tolist())
-
-
 def _shut_down(loop: EngineLoop, parts: EngineParts) -> None:
     """Runs at the interpreter's end, too: a Ctrl-C there must not leave the thread in a kernel."""
+    if not loop.is_ours():
+        return  # after a fork: thread, sockets and memory are the parent's
     interrupted: KeyboardInterrupt | None = None
     for _ in range(MAX_INTERRUPTS):
         try:

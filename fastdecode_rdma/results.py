@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -54,6 +54,7 @@ class _Entry:
     seed: int | None
     samples: list[_Sample]
     error: FastDecodeError | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
     def output(self, index: int) -> RequestOutput:
         return RequestOutput(
@@ -64,6 +65,7 @@ class _Entry:
             finished=self.error is None,
             seed=self.seed,
             error=self.error,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
         )
 
 
@@ -72,7 +74,8 @@ class ResultCollector:
 
     def __init__(self, total: int | None, *, use_tqdm: bool) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._bar = tqdm(total=total, unit="req", disable=not use_tqdm, dynamic_ncols=True)
+        # not even a disabled one unless asked: tqdm starts a thread for it
+        self._bar = tqdm(total=total, unit="req", dynamic_ncols=True) if use_tqdm else None
         self._tokens = 0
 
     def __enter__(self) -> ResultCollector:
@@ -84,7 +87,8 @@ class ResultCollector:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def watch(self, source: Iterator[Submission]) -> Iterator[Submission]:
         """Passes submissions on, and opens a result for each."""
@@ -111,11 +115,17 @@ class ResultCollector:
         entry = self._entries[event.request_index]
         if event.error is not None:
             entry.error = event.error
-            self._bar.update(1)
+            self._advance()
             return
+        if event.prompt_logprobs is not None:
+            entry.prompt_logprobs = event.prompt_logprobs
         entry.samples[event.sample_index].add(event)
         self._tokens += 1
         if event.finish_reason is not None and all(s.finish_reason for s in entry.samples):
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._bar is not None:
             self._bar.set_postfix(tokens=self._tokens, refresh=False)
             self._bar.update(1)
 

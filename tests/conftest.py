@@ -13,9 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != CHECKOUT]
@@ -146,3 +149,149 @@ def _save_byte_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
     )
+
+
+TEXTS = [
+    "",
+    "a",
+    " leading and trailing ",
+    "def f(x):\n\treturn x ** 2  # it's\r\n\r\n",
+    "Grüße, naïve café — 12345 3.14",
+    "日本語のテキスト 한국어 텍스트 नमस्ते",
+    "😀👨‍👩‍👧🏳️‍🌈 𐍈𝄞",
+    "\u0000\u200b\ufeff\ufffd",
+    "the quick brown fox jumps over the lazy dog the the END of it",
+]
+
+
+@pytest.fixture(scope="session")
+def hf_tokenizer() -> Callable[[Path], Any]:
+    """Loads what transformers makes of a directory, once: Gemma's vocabulary takes a while."""
+    import transformers
+
+    return cache(transformers.AutoTokenizer.from_pretrained)
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """What text may hold: scripts of one to four bytes a character, joined emoji, odd spaces."""
+    return TEXTS
+
+
+@pytest.fixture(scope="session")
+def text_backend() -> Callable[[str], tokenizers.Tokenizer]:
+    """Makes a small tokenizer of a kind in _BACKEND_MAKERS, with <s> before each text.
+
+    "llama2" strips the leading space that it adds; "no_decoder" puts a space between tokens.
+    """
+    return lambda kind: _with_bos(_BACKEND_MAKERS[kind]())
+
+
+def _byte_level() -> tokenizers.Tokenizer:
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.add_tokens(["[tool call]"])
+    return backend
+
+
+def _sentencepiece(*, strip: bool) -> tokenizers.Tokenizer:
+    """Byte fallback over a few pieces, as Llama 2 (strip) and Gemma have it."""
+    from tokenizers import decoders, models, normalizers
+
+    space = "\u2581"
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += [space, *"thequickbrownDENfx", "th", "the", f"{space}the", f"{space}{space}", "日"]
+    vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("t", "h"), ("th", "e"), (space, "the"), (space, space)]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    replace = normalizers.Replace(" ", space)
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(space), replace]) if strip else replace
+    )
+    steps = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.add_tokens(["[tool call]"])
+    return backend
+
+
+def _word_piece(*, has_decoder: bool) -> tokenizers.Tokenizer:
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=["[UNK]", "<s>", "</s>"], show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    if has_decoder:
+        backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.add_tokens(["[tool call]"])
+    return backend
+
+
+def _metaspace() -> tokenizers.Tokenizer:
+    """As T5 has it: no bytes, the space before the first word is dropped."""
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>",
+        show_progress=False,
+    )  # fmt: skip
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.add_tokens(["[tool call]"])
+    return backend
+
+
+def _with_bos(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    from tokenizers import processors
+
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return backend
+
+
+_BACKEND_MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte_level": _byte_level,
+    "gemma": lambda: _sentencepiece(strip=False),
+    "llama2": lambda: _sentencepiece(strip=True),
+    "word_piece": lambda: _word_piece(has_decoder=True),
+    "metaspace": _metaspace,
+    "no_decoder": lambda: _word_piece(has_decoder=False),
+}
+
+
+@pytest.fixture
+def wait_until_free() -> Callable[..., None]:
+    """Waits until a generator with an embedded worker holds no sequence and no KV memory."""
+
+    def wait(gen: object) -> None:
+        deadline = time.monotonic() + 5
+        while True:
+            stats, worker = gen.stats(), gen._parts.backend._workers[0].session.stats()
+            held = (
+                gen._parts.engine.num_live, stats.num_requests_running, stats.num_requests_waiting,
+                stats.workers[0].kv_cache_bytes, worker["sequences"], worker["kv_bytes_used"],
+            )  # fmt: skip
+            if not any(held):
+                return
+            assert time.monotonic() < deadline, f"something was not freed: {held}"
+            time.sleep(0.005)
+
+    return wait

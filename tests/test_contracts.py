@@ -156,7 +156,7 @@ def test_kill_9_of_one_of_three_workers_mid_decode_loses_no_request(
             if number == 100:
                 workers[1].kill()
         stats = gen.stats()
-    assert stats["recoveries"] == 1
+    assert stats.recoveries == 1
     for index, events in seen.items():
         assert [e.finish_reason for e in events] == [None] * 39 + ["length"], index
     if is_deterministic:

@@ -91,7 +91,7 @@ def test_one_or_one_per_prompt_of_parameters(gen: Generator) -> None:
         (["a", "b"], [GREEDY], "got 2 prompts and only 1 sampling params"),
         (["a"], SamplingParams(n=5), "prompt 0: n=5 is more than max_num_seqs=4"),
         (["a"], SamplingParams(min_tokens=1, stop_token_ids=[300]), "stop_token_ids holds 300"),
-        ({"a": 1}, None, "dict is no prompt"),
+        ({"a": 1}, None, "a dict is a prompt if it has"),
         ({"a"}, None, "set is no prompt"),
         (b"a", None, "bytes is no prompt"),
         (None, None, "NoneType is no prompt"),
@@ -105,12 +105,12 @@ def test_one_or_one_per_prompt_of_parameters(gen: Generator) -> None:
 def test_mistakes_are_named_at_the_call_and_nothing_starts(
     gen: Generator, prompts: object, params: object, complaint: str
 ) -> None:
-    before = gen.stats()["prompt_tokens"]
+    before = gen.stats().prompt_tokens_total
     for call in (gen.generate, gen.complete):
         with pytest.raises(ConfigError, match=complaint):
             call(prompts, params)
     assert gen._parts.engine.num_live == 0
-    assert gen.stats()["prompt_tokens"] == before
+    assert gen.stats().prompt_tokens_total == before
 
 
 @pytest.mark.parametrize("on_error", ["ignore", None, [], 1])
@@ -189,9 +189,9 @@ def test_a_finished_sequence_leaves_and_a_waiting_one_enters(gen: Generator) -> 
 
 def test_n_samples_prefill_once_and_seeds_reproduce(gen: Generator) -> None:
     prompt, params = list(range(20)), SamplingParams(n=3, max_tokens=8, seed=5, ignore_eos=True)
-    before = gen.stats()["prompt_tokens"]
+    before = gen.stats().prompt_tokens_total
     (first,) = gen.complete(prompt, params)
-    assert gen.stats()["prompt_tokens"] - before == 20
+    assert gen.stats().prompt_tokens_total - before == 20
     samples = [tuple(sample.token_ids) for sample in first.outputs]
     assert [sample.index for sample in first.outputs] == [0, 1, 2]
     assert len(set(samples)) == 3  # noise differs by sample
@@ -375,7 +375,7 @@ def test_after_close_every_call_says_so(tiny_models: Callable[..., Path]) -> Non
         for prompts in ("a", iter("a"), []):
             with pytest.raises(FastDecodeError, match="the generator is closed"):
                 call(prompts)
-    assert gen.stats()["tokens"] >= 1  # what is known stays known
+    assert gen.stats().generation_tokens_total >= 1  # what is known stays known
 
 
 def test_a_close_in_another_thread_ends_an_iteration(tiny_models: Callable[..., Path]) -> None:

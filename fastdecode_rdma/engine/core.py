@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -33,6 +33,7 @@ from fastdecode_rdma.errors import (
     WorkerLostError,
 )
 from fastdecode_rdma.models import DecoderModel
+from fastdecode_rdma.prompt_logprobs import PromptLogprobs
 from fastdecode_rdma.sampling import sample
 from fastdecode_rdma.scheduler import Job, Scheduler
 from fastdecode_rdma.sequence import TokenEvent
@@ -80,6 +81,7 @@ class Engine:
         try:
             detokenizers = [request.make_detokenizer() for _ in range(request.params.n)]
         except Exception as error:
+            self.counters.finished["error"] += request.params.n
             request.fail(request.index, failed_by(request, error))
             return
         for sample_index, detokenizer in enumerate(detokenizers):
@@ -94,7 +96,13 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Drops what is left of a request and frees its memory."""
-        self._drop([seq for seq in request.sequences if seq.handle in self._live])
+        self._drop(self._living(request, "abort"))
+
+    def _living(self, request: Request, reason: str) -> list[LiveSequence]:
+        """Returns what is left of a request that ends for a reason, which is counted."""
+        living = [seq for seq in request.sequences if seq.handle in self._live]
+        self.counters.finished[reason] += len(living)
+        return living
 
     def take_lost(self) -> list[str]:
         """Returns the addresses of workers lost since the last call, idle ones included."""
@@ -110,7 +118,13 @@ class Engine:
 
     @property
     def num_live(self) -> int:
+        """Sequences that run or wait."""
         return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a seat; any thread may ask."""
+        return max(0, len(self._live) - self.scheduler.num_running)
 
     def _drop(self, sequences: list[LiveSequence]) -> None:
         """Ends sequences in any state and frees what they hold."""
@@ -140,13 +154,14 @@ class Engine:
 
     def _fail_request(self, request: Request, error: FastDecodeError) -> None:
         """Ends one request with an error, the others go on."""
-        self._drop([seq for seq in request.sequences if seq.handle in self._live])
+        self._drop(self._living(request, "error"))
         self._outbox.append(partial(request.fail, request.index, error))
 
     def fail_all(self, error: FastDecodeError) -> None:
         """Ends every request with the same error. Never raises: what cannot be freed now is freed
         with the connections."""
         requests = dict.fromkeys(seq.request for seq in self._live.values())
+        self.counters.finished["error"] += len(self._live)
         self._outbox.extend(partial(request.fail, request.index, error) for request in requests)
         try:
             self._abort_prefill()
@@ -261,6 +276,7 @@ class Engine:
         self.placement.accepted()
         rows: list[int] = []
         samplers: list[LiveSequence] = []
+        scored: dict[Request, PromptLogprobs] = {}
         cancelled = [seq for seq in running.members if seq.cancelled]
         by_handle = {seq.handle: seq for seq in running.members if not seq.cancelled}
         for row, item in enumerate(running.job.items):
@@ -269,12 +285,17 @@ class Engine:
                 if seq is None:
                     continue
                 seq.kv_len, seq.ready = len(item.token_ids), True
+                if item.logprobs is not None:
+                    scored[seq.request] = item.logprobs
                 if seq.kv_len == seq.num_tokens:
                     rows.append(row)
                     samplers.append(seq)
         self._free(cancelled)
-        if samplers:
-            self._sample(running.job.logits[rows], samplers)
+        for request, logprobs in scored.items():
+            if not logprobs.is_finite:
+                error = non_finite(request.sequences[0], "logits of the prompt")
+                self._fail_request(request, error)
+        self._sample_living(running.job.logits, rows, samplers, scored)
 
     def _abort_prefill(self) -> list[LiveSequence]:
         """Gives up the running job; its members go back to the queue without cache."""
@@ -305,17 +326,32 @@ class Engine:
             if seq.kv_len == seq.num_tokens:
                 rows.append(row)
                 samplers.append(seq)
-        samplers_alive = [
-            (r, s) for r, s in zip(rows, samplers, strict=True) if s.handle in self._live
-        ]
-        if samplers_alive:
-            rows = [r for r, _ in samplers_alive]
-            self._sample(
-                logits if len(rows) == len(logits) else logits[rows], [s for _, s in samplers_alive]
-            )
+        self._sample_living(logits, rows, samplers, {})
 
-    def _sample(self, logits: torch.Tensor, sequences: list[LiveSequence]) -> None:
-        """Samples the next token of each sequence, delivers the events, ends the finished."""
+    def _sample_living(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        sequences: list[LiveSequence],
+        scored: Mapping[Request, PromptLogprobs],
+    ) -> None:
+        """Samples for the sequences, of the rows given, whose requests have not failed just now."""
+        living = [(r, s) for r, s in zip(rows, sequences, strict=True) if s.handle in self._live]
+        if living:
+            rows = [row for row, _ in living]
+            chosen = logits if rows == list(range(len(logits))) else logits[rows]
+            self._sample(chosen, [seq for _, seq in living], scored)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        sequences: list[LiveSequence],
+        scored: Mapping[Request, PromptLogprobs],
+    ) -> None:
+        """Samples the next token of each sequence, delivers the events, ends the finished.
+
+        `scored` goes with the first event of its request.
+        """
         started = time.perf_counter()
         sampled = sample(
             logits,
@@ -325,6 +361,7 @@ class Engine:
             [seq.sample_index for seq in sequences],
             states=[seq.logit_state for seq in sequences],
         )
+        now_s = time.perf_counter()
         events: dict[Request, list[TokenEvent]] = {}
         finished: list[LiveSequence] = []
         failed: list[tuple[LiveSequence, FastDecodeError]] = []
@@ -337,7 +374,7 @@ class Engine:
             except Exception as error:  # a tokenizer that cannot decode ends its own request only
                 failed.append((seq, failed_by(seq.request, error)))
                 continue
-            self.counters.tokens += 1
+            self.counters.count_token(seq, event.finish_reason, now_s)
             self._stalled_since = None
             events.setdefault(seq.request, []).append(event)
             if event.finish_reason is not None:
@@ -345,6 +382,9 @@ class Engine:
         self.counters.sample_s += time.perf_counter() - started
         self._drop(finished)
         for request, batch in events.items():
+            if request in scored:
+                batch[0].prompt_logprobs = scored[request]
+                request.has_prompt_logprobs = True
             self._outbox.append(partial(request.deliver, batch))
         for seq, error in failed:
             if seq.handle in self._live:  # a sibling may have failed the request already

@@ -10,12 +10,20 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from fastdecode_rdma.engine.core import Engine
 from fastdecode_rdma.engine.state import Request
-from fastdecode_rdma.errors import FastDecodeError, WorkerLostError
+from fastdecode_rdma.errors import (
+    FastDecodeError,
+    GeneratorClosedError,
+    QueueFullError,
+    WorkerLostError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +31,36 @@ CLOSE_GRACE_S = 10.0
 """close() waits this long for the step under way."""
 
 
+class Listener(Protocol):
+    """Who waits for a request."""
+
+    def end(self, how: FastDecodeError | None) -> object:
+        """Hears that nothing more will come."""
+
+
 class EngineLoop:
     """Runs an Engine in a thread. `submit` and `cancel` may be called from any thread."""
 
     def __init__(
-        self, engine: Engine, *, reconnect: Callable[[], None], worker_wait_s: float
+        self,
+        engine: Engine,
+        *,
+        reconnect: Callable[[], None],
+        worker_wait_s: float,
+        max_num_seqs: int,
+        max_waiting: int,
     ) -> None:
         """`reconnect` takes in workers that have come back, without waiting; after worker_wait_s
-        without any worker, requests fail with WorkerLostError."""
+        without any worker, requests fail with WorkerLostError. `max_waiting` requests may wait for
+        one of max_num_seqs seats."""
         self.engine = engine
         self._reconnect = reconnect
         self._worker_wait_s = worker_wait_s
+        self._max_num_seqs = max_num_seqs
+        self._max_waiting = max_waiting
+        self._num_submitted = self._num_added = 0  # sequences sent, and those the engine has
+        self._is_blocked = False  # the last step left some without a seat
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -43,16 +70,52 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="fastdecode-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
-        """Queues a request.
+    def submit(self, request: Request, *, listener: Listener | None = None) -> None:
+        """Queues a request. One that comes alone has a listener, which hears of its end even if
+        the engine dies; it is refused when the queue is full. A stream paces itself.
 
         Raises:
+            QueueFullError: too many wait for a seat.
             FastDecodeError: the engine has been closed or has failed.
         """
-        self._send(lambda: self.engine.add(request))
+        self.check_process()
+        with self._wake:  # reentrant
+            self.check()
+            if listener is not None:
+                self.check_room()
+                self._listeners.add(listener)
+            self._num_submitted += request.params.n
+            self._commands.append(partial(self._add, request))
+            self._wake.notify()
+
+    def _add(self, request: Request) -> None:
+        self._num_added += request.params.n
+        self.engine.add(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a seat."""
+        return self.engine.num_waiting + self._num_submitted - self._num_added
+
+    def check_room(self) -> None:
+        """Raises what `submit` would with a listener, as far as it is known beforehand.
+
+        Raises:
+            QueueFullError: too many wait for a seat.
+        """
+        seats = 0  # those that just came will take free ones
+        if not self._is_blocked:
+            seats = max(0, self._max_num_seqs - self.engine.scheduler.num_running)
+        if self.num_waiting - seats >= self._max_waiting:
+            raise QueueFullError(
+                f"{self._max_waiting} requests wait for a seat already, as many as max_waiting "
+                "allows; try again later"
+            )
 
     def cancel(self, request: Request) -> None:
         """Drops a request; does nothing if it is over or the engine is."""
+        if not self.is_ours():
+            return  # the request is the parent's; its lock may be held for ever here
         with self._wake:
             if self._failure is None and not self._closing:
                 self._commands.append(lambda: self.engine.cancel(request))
@@ -60,7 +123,7 @@ class EngineLoop:
 
     def is_alive(self) -> bool:
         """Whether requests are still worked on. Once they are not, `check` says why."""
-        return self._thread.is_alive() and os.getpid() == self._pid
+        return self._thread.is_alive() and self.is_ours()
 
     def check(self) -> None:
         """Raises what `submit` would.
@@ -68,33 +131,34 @@ class EngineLoop:
         Raises:
             FastDecodeError: the engine has been closed or has failed.
         """
-        self._check_process()
+        self.check_process()
         with self._wake:
             if self._failure is not None:
-                raise self._failure
+                raise self._failure.with_traceback(None)  # it would grow with every call
             if self._closing:
-                raise FastDecodeError("the generator is closed")
+                raise GeneratorClosedError("the generator is closed")
             if not self._thread.is_alive():
                 raise FastDecodeError("the engine thread has gone; make a new generator")
 
-    def _check_process(self) -> None:
-        """Threads do not survive a fork, and locks may be held for ever by those that did not."""
-        if os.getpid() != self._pid:
+    def is_ours(self) -> bool:
+        """Whether this process made the engine, rather than a parent that forked."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Threads do not survive a fork, and locks may be held for ever by those that did not.
+
+        Raises:
+            FastDecodeError: this process has come by a fork since.
+        """
+        if not self.is_ours():
             raise FastDecodeError(
                 "this generator was made before a fork, in another process; make one in each "
                 "process (multiprocessing: start method 'spawn')"
             )
 
-    def _send(self, command: Callable[[], None]) -> None:
-        self._check_process()
-        with self._wake:  # reentrant
-            self.check()
-            self._commands.append(command)
-            self._wake.notify()
-
     def close(self) -> None:
         """Stops the thread after the step under way. Idempotent and bounded."""
-        if os.getpid() != self._pid:
+        if not self.is_ours():
             return  # the thread is the parent's
         with self._wake:
             self._closing = True
@@ -104,10 +168,11 @@ class EngineLoop:
             self._thread.join(CLOSE_GRACE_S)
 
     def _run(self) -> None:
+        error: FastDecodeError = GeneratorClosedError("the generator was closed")
         try:
             while self._take_commands():
                 self._step()
-            self.engine.fail_all(FastDecodeError("the generator was closed"))
+            self.engine.fail_all(error)
         except BaseException as exc:  # whatever it was, every waiting caller must hear of it
             error = exc if isinstance(exc, FastDecodeError) else _wrap(exc)
             if error is not exc:
@@ -118,6 +183,9 @@ class EngineLoop:
                 self._take_commands(block=False)
             finally:
                 self.engine.fail_all(error)
+        finally:
+            for listener in list(self._listeners):
+                listener.end(error)
 
     def _take_commands(self, *, block: bool = True) -> bool:
         """Runs queued commands; waits for one when there is no work. False when closing."""
@@ -136,12 +204,14 @@ class EngineLoop:
                 command()
             if closing or not block or self.engine.has_work():
                 return not closing
+            self._is_blocked = False
 
     def _step(self) -> None:
         self._reconnect()
         if self.engine.placement.has_workers():
             self._no_worker_since = None
             self.engine.step()
+            self._is_blocked = self.engine.num_waiting > 0
             return
         now = time.monotonic()
         if self._no_worker_since is None:

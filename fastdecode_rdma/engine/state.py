@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,13 @@ from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.logit_rules import LogitRules, LogitState
 from fastdecode_rdma.scheduler.base import Job
 from fastdecode_rdma.sequence import SamplingParams, TokenEvent
+from fastdecode_rdma.stats import (
+    FINISH_REASONS,
+    FIRST_TOKEN_BUCKETS,
+    INTER_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    Histogram,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Request:
     fail: Callable[[int, FastDecodeError], None]
     rules: LogitRules | None = None  # what its parameters do to logits, if anything
     sequences: list[LiveSequence] = field(default_factory=list)
+    submitted_s: float = field(default_factory=time.perf_counter)
+    has_prompt_logprobs: bool = False  # they have been delivered: no later prefill repeats them
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +81,7 @@ class LiveSequence:
     kv_len: int = 0
     ready: bool = False
     cancelled: bool = False
+    last_token_s: float | None = None
     logit_state: LogitState | None = None
 
     def __post_init__(self) -> None:
@@ -109,6 +120,22 @@ class EngineCounters:
     step_s: float = 0.0
     prefill_s: float = 0.0
     sample_s: float = 0.0
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS))
+    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BUCKETS))
+    e2e_request_latency: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+
+    def count_token(self, seq: LiveSequence, finish_reason: str | None, now_s: float) -> None:
+        """Takes note of a sampled token: a few additions and one search in a short list."""
+        self.tokens += 1
+        if seq.last_token_s is None:
+            self.time_to_first_token.observe(now_s - seq.request.submitted_s)
+        else:
+            self.inter_token_latency.observe(now_s - seq.last_token_s)
+        seq.last_token_s = now_s
+        if finish_reason is not None:
+            self.finished[finish_reason] += 1
+            self.e2e_request_latency.observe(now_s - seq.request.submitted_s)
 
 
 @dataclass(slots=True)

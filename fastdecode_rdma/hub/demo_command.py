@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from fastdecode_rdma.errors import ConfigError, WorkerError
 from fastdecode_rdma.hub.demo_models import DEMO_MODELS, demo_model_dir
+from fastdecode_rdma.stats import GeneratorStats
 from fastdecode_rdma.terminal import print_stream
 
 _CHATS = (
@@ -184,9 +185,9 @@ def _wait_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> str
 
 
 def _summary(
-    num_tokens: int, elapsed_s: float, before: Mapping[str, Any], after: Mapping[str, Any]
+    num_tokens: int, elapsed_s: float, before: GeneratorStats, after: GeneratorStats
 ) -> str:
-    spent = {label: float(after[key]) - float(before[key]) for label, key in _PARTS}
+    spent = {label: getattr(after, name) - getattr(before, name) for label, name in _PARTS}
     total = sum(spent.values()) or 1.0
     split = ", ".join(f"{label} {seconds / total:.0%}" for label, seconds in spent.items())
     rate = num_tokens / elapsed_s if elapsed_s else 0.0

@@ -84,13 +84,13 @@ def test_preempted_sequences_finish_with_the_same_text(
     ]
     roomy, _ = small(1000, name=name)
     expected = roomy.complete(prompts, params)
-    assert roomy.stats()["preemptions"] == 0
+    assert roomy.stats().num_preemptions_total == 0
     blocks = {"llama": 10, "gemma3": 32}[name]  # gemma3: 7 layers in two groups
     tight, budget = small(
         blocks, name=name, max_model_len=256, deterministic=is_deterministic, max_num_seqs=8
     )
     got = tight.complete(prompts, params)
-    assert tight.stats()["preemptions"] > 0
+    assert tight.stats().num_preemptions_total > 0
     assert [o.outputs[0].finish_reason for o in got] == ["length"] * 8
     assert [len(o.outputs[0].token_ids) for o in got] == [100 + 10 * i for i in range(8)]
     if is_deterministic:
@@ -108,7 +108,7 @@ def test_samples_of_one_prompt_preempted_apart(
     expected = texts_and_ids(roomy.complete(["some prompt"] * 2, params))
     tight, _ = small(7, max_model_len=192)
     assert texts_and_ids(tight.complete(["some prompt"] * 2, params)) == expected
-    assert tight.stats()["preemptions"] > 0
+    assert tight.stats().num_preemptions_total > 0
 
 
 def test_a_sample_preempted_before_its_prefill_does_not_strand_its_siblings(
@@ -120,7 +120,7 @@ def test_a_sample_preempted_before_its_prefill_does_not_strand_its_siblings(
     # the first grows over a block border while the second is prefilled and the third waits for that
     tight, _ = small(20, max_model_len=1200, **options)
     got = tight.complete(prompts, params)
-    assert tight.stats()["preemptions"] > 0
+    assert tight.stats().num_preemptions_total > 0
     roomy, _ = small(1000, **options)
     assert texts_and_ids(got) == texts_and_ids(roomy.complete(prompts, params))
 
@@ -236,7 +236,7 @@ def test_a_decode_step_that_is_refused_for_ever_fails_that_request(
     assert isinstance(last.error, CacheFullError)
     assert "65 tokens" in str(last.error) or "66 tokens" in str(last.error)
     assert gen._parts.engine.num_live == 0
-    assert gen.stats()["preemptions"] >= 1
+    assert gen.stats().num_preemptions_total >= 1
 
 
 def test_a_second_engine_on_a_real_worker(
@@ -342,7 +342,7 @@ def test_random_load_in_little_memory_with_cancels_and_threads(
     for thread in threads:
         thread.join(60)
     assert wrong == []
-    assert tight.stats()["preemptions"] > 0
+    assert tight.stats().num_preemptions_total > 0
     tight.close()  # after the cancels that are on their way
     assert tight._parts.engine.num_live == 0 and budget.used_bytes == 0
 
@@ -506,7 +506,7 @@ def test_a_worker_lost_during_a_prefill_counts_once_and_the_other_takes_over(
         for event in stream:
             ids[event.request_index].append(event.token_id)
         assert [ids[i] for i in range(4)] == [output[0][1] for output in expected]
-        assert gen.stats()["recoveries"] == 1
+        assert gen.stats().recoveries == 1
 
 
 def test_a_worker_that_comes_back_in_time_takes_the_requests_on(
@@ -528,7 +528,7 @@ def test_a_worker_that_comes_back_in_time_takes_the_requests_on(
                     process.wait(10)
                     process = start_on(port)
             assert ids == [output[0][1] for output in expected]
-            assert gen.stats()["recoveries"] == 1
+            assert gen.stats().recoveries == 1
     finally:
         process.kill()
         process.wait(10)
@@ -548,16 +548,16 @@ def test_one_of_several_workers_that_comes_back_serves_again(
             process.kill()
             process.wait(10)
             gen.complete(["a", "b", "c", "d"], replace(GREEDY, max_tokens=60))
-            assert gen.stats()["recoveries"] == 1
+            assert gen.stats().recoveries == 1
             process = start_on(port)
             deadline = time.monotonic() + 30
-            while len(gen.stats()["workers"]) < 3:  # the session that was lost counts, too
+            while len(gen.stats().workers) < 3:  # the session that was lost counts, too
                 assert time.monotonic() < deadline, "the worker was not taken in again"
                 gen.complete(["a"], GREEDY)
                 time.sleep(0.05)
-            before = gen.stats()["workers"][2]["messages"]
+            before = gen.stats().workers[2].messages
             gen.complete(["a", "b", "c", "d"], replace(GREEDY, max_tokens=60))
-            assert gen.stats()["workers"][2]["messages"] > before
+            assert gen.stats().workers[2].messages > before
     finally:
         process.kill()
         process.wait(10)

@@ -1,0 +1,140 @@
+"""From prompts and parameters to requests that the engine can run, with every mistake named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from fastdecode_rdma.detokenizer import IncrementalDetokenizer
+from fastdecode_rdma.engine.setup import EngineParts
+from fastdecode_rdma.engine.state import Request
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.logit_rules import RuleCompiler
+from fastdecode_rdma.prompt_logprobs import check_amount
+from fastdecode_rdma.prompts import (
+    CheckedPrompt,
+    Prompt,
+    PromptEncoder,
+    as_iterable,
+    check_all,
+    check_lazily,
+    is_single_prompt,
+    prompt_text,
+)
+from fastdecode_rdma.sequence import SamplingParams
+from fastdecode_rdma.stream import Deliver, Fail, MakeRequest, Submission
+from fastdecode_rdma.tokenizer import Tokenizer
+
+
+class RequestFactory:
+    """Checks prompts and parameters of one generator. Any thread may use it."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        tokenizer: Tokenizer | None,
+        encoder: PromptEncoder,
+        *,
+        seed: int | None,
+    ) -> None:
+        """`seed` makes the seeds of unseeded requests reproducible."""
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._rules = RuleCompiler(
+            vocab_size=encoder.vocab_size,
+            eos_ids=parts.engine.options.eos_token_ids,
+            encode=None
+            if tokenizer is None
+            else partial(tokenizer.encode, add_special_tokens=False),
+        )
+        self._worker_bytes = parts.engine.placement.largest_capacity()
+
+    def several(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+    ) -> Iterator[Submission]:
+        """Checks a list at once, an iterable as it is pulled; yields what a stream submits.
+
+        Raises:
+            ConfigError: names every bad prompt of a list by its index.
+        """
+        each = self._parts.sampling_defaults.apply() if params is None else params
+        if not isinstance(each, (SamplingParams, Iterable)) or isinstance(each, (str, Mapping)):
+            raise ConfigError(f"expected SamplingParams, got {type(each).__name__}")
+        several = [prompts] if is_single_prompt(prompts) else as_iterable(prompts)
+        if not isinstance(several, Sequence):
+            return self._lazy(several, each)
+        checked = check_all(several, each, self._encoder.encode, self._check_params)
+        return map(self._request_maker, checked)
+
+    def one(self, prompt: Prompt, params: SamplingParams | None) -> MakeRequest:
+        """Checks one prompt.
+
+        Raises:
+            ConfigError: it or its parameters cannot be used.
+        """
+        mine = self._parts.sampling_defaults.apply() if params is None else params
+        if not isinstance(mine, SamplingParams):
+            raise ConfigError(f"expected SamplingParams, got {type(mine).__name__}")
+        checked = CheckedPrompt(0, prompt_text(prompt), self._encoder.encode(prompt), mine)
+        self._check_params(mine, checked.ids)
+        return self._request_maker(checked)
+
+    def _lazy(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams]
+    ) -> Iterator[Submission]:
+        encode, check = self._encoder.encode, self._check_params
+        for item in check_lazily(prompts, params, encode, check):
+            yield item if isinstance(item, tuple) else self._request_maker(item)
+
+    def _check_params(self, params: SamplingParams, ids: np.ndarray) -> None:
+        """What only this generator knows of parameters."""
+        seats = self._parts.options.max_num_seqs
+        if params.n > seats:
+            raise ConfigError(f"n={params.n} is more than max_num_seqs={seats}")
+        if params.stop and self._tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, and this model has none")
+        self._rules.compile(params)
+        check_amount(params.prompt_logprobs, len(ids), self._encoder.vocab_size)
+        needed = params.n * self._parts.engine.placement.bytes_for(len(ids) + 1)
+        if needed > self._worker_bytes:
+            raise ConfigError(
+                f"n={params.n} samples of a prompt of {len(ids)} tokens need {needed} bytes of "
+                f"KV-cache on one worker, and the largest has {self._worker_bytes}"
+            )
+
+    def _request_maker(self, prompt: CheckedPrompt) -> MakeRequest:
+        params, tokenizer = prompt.params, self._tokenizer
+        room = self._encoder.max_model_len - len(prompt.ids)
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        rules = self._rules.compile(params)
+
+        def make(deliver: Deliver, fail: Fail) -> Request:
+            return Request(
+                index=prompt.index,
+                text=prompt.text,
+                prompt_ids=prompt.ids,
+                params=params,
+                seed=seed,
+                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                make_detokenizer=partial(_make_detokenizer, tokenizer, params, prompt.ids),
+                deliver=deliver,
+                fail=fail,
+                rules=rules,
+            )
+
+        return make
+
+
+def _make_detokenizer(
+    tokenizer: Tokenizer | None, params: SamplingParams, ids: np.ndarray
+) -> IncrementalDetokenizer | None:
+    if tokenizer is None or not params.detokenize:
+        return None
+    return tokenizer.detokenizer(params, prompt_ids=ids)
