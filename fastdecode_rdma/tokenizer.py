@@ -106,10 +106,17 @@ class Tokenizer:
         Raises:
             ConfigError: tokenizer and model do not belong together.
         """
-        top = max(self._backend.get_vocab(with_added_tokens=False).values(), default=-1)
-        if top >= num_rows and top not in self._added_ids:
+        # Looks past the embeddings, as far as there are tokens: faster than a dict of all of them.
+        count = self._backend.get_vocab_size(with_added_tokens=True)
+        outside = [
+            i
+            for i in range(num_rows, num_rows + count)
+            if i not in self._added_ids and self._backend.id_to_token(i) is not None
+        ]
+        if outside:
             raise ConfigError(
-                f"the tokenizer has token ids up to {top}, the model only {num_rows} embeddings"
+                f"the tokenizer has a token {outside[0]}, the model only {num_rows} embeddings: it "
+                "is another model's; pass tokenizer=, a directory with the right one"
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -78,11 +78,21 @@ class TokenizerFiles:
         return f"{self.directory} has no tokenizer.json (nor vocab.json and merges.txt)"
 
     def eos_token_ids(self) -> list[int]:
-        """Returns the end-of-sequence ids of config.json and generation_config.json."""
+        """Returns the end-of-sequence ids of config.json and generation_config.json.
+
+        Raises:
+            ConfigError: a file cannot be read, or holds something else there.
+        """
         ids: list[int] = []
         for name in ("config.json", "generation_config.json"):
-            ids += id_list(_read_json(self.directory / name).get("eos_token_id"))
-        return ids
+            values = _read_json(self.directory / name)
+            text = values.get("text_config")
+            for part in (values, text if isinstance(text, Mapping) else {}):
+                try:
+                    ids += id_list(part.get("eos_token_id"))
+                except ConfigError as error:
+                    raise ConfigError(f"{self.directory / name}: {error}") from None
+        return [token_id for token_id in ids if token_id >= 0]  # -1 is some models' "none"
 
     def chat_template(self, given: str | None) -> str | None:
         """Returns the Jinja text: what is given (text or a file's name), else the model's own.
@@ -110,10 +120,18 @@ class TokenizerFiles:
 
 
 def id_list(value: int | Sequence[int] | None) -> list[int]:
-    """Returns token ids as configs write them (nothing, one, or several) as a list."""
+    """Returns token ids as configs write them (nothing, one, or several) as a list.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
     if value is None:
         return []
-    return [value] if isinstance(value, int) else list(value)
+    ids = list(value) if isinstance(value, (list, tuple)) else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ConfigError(f"eos_token_id must be an integer or a list of them, got {value!r}")
+    return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:

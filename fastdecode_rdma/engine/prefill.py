@@ -3,7 +3,8 @@
 For one layer, all chunks of all prompts of the job; that layer's K/V is kept while its chunks
 attend, is streamed to the workers, and its memory serves the next layer. So a job holds the hidden
 states of its tokens and the K/V of one layer, whatever the depth of the model (`peak_bytes` says
-how much).
+how much). Where a prompt's log-probabilities are wanted, the head runs over its rows at the end, as
+many at a time as `score_rows` says: never [L, V] at once.
 
 The unit of work is a *cell*: one layer of one group of chunks. `cells()` yields after each, so the
 engine decides how many run between two decode steps.
@@ -20,19 +21,27 @@ from torch import Tensor
 
 from fastdecode_rdma.attention.backend import AttentionBackend
 from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, UPLOAD_TABLE, KVGroup
-from fastdecode_rdma.models import DecoderModel
+from fastdecode_rdma.models import DecoderModel, ModelConfig
+from fastdecode_rdma.prompt_logprobs import BLOCK_ELEMENTS, PromptLogprobs
 
 CHUNK_TOKENS = 512
 """Rows of one dense pass: enough for full GEMM speed, few enough to keep activations small."""
+SCORE_ELEMENTS = 1 << 24
+"""Prompt logits that exist at once, 64 MiB: 64 rows of the largest vocabularies, enough for nearly
+full GEMM speed."""
 
 
 @dataclass(slots=True)
 class PrefillItem:
-    """One prompt. `handles[0]` is uploaded; the others (n > 1) are forked from it at the end."""
+    """One prompt. `handles[0]` is uploaded; the others (n > 1) are forked from it at the end.
+
+    `logprobs`, where wanted, is filled by the job.
+    """
 
     handles: tuple[int, ...]
     worker: int
     token_ids: np.ndarray  # int64 [L]
+    logprobs: PromptLogprobs | None = None
     first_row: int = 0  # place in the job's rows, set by the job
     entry: int = 0  # place in its worker's step table, set by the job
 
@@ -73,12 +82,48 @@ def peak_bytes(num_tokens: int, model: DecoderModel) -> int:
     return num_tokens * per_token + min(num_tokens, CHUNK_TOKENS) * per_row
 
 
+def score_rows(config: ModelConfig) -> int:
+    """Rows of prompt logits computed at once."""
+    return max(1, min(CHUNK_TOKENS, SCORE_ELEMENTS // config.vocab_size))
+
+
+def split_into_scores(
+    items: Sequence[PrefillItem], num_rows: int
+) -> Iterator[list[tuple[PrefillItem, int, int]]]:
+    """Yields (item, start, stop) in its tokens, num_rows together, of all that are to be scored.
+
+    Nothing follows a prompt's last token, so its logits are not among them.
+    """
+    batch: list[tuple[PrefillItem, int, int]] = []
+    room = num_rows
+    for item in items:
+        start, end = 0, 0 if item.logprobs is None else len(item.logprobs) - 1
+        while start < end:
+            stop = min(start + room, end)
+            batch.append((item, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield batch
+                batch, room = [], num_rows
+    if batch:
+        yield batch
+
+
+def score_bytes(num_tokens: int, num_top: int, model: DecoderModel) -> int:
+    """Bound on what the log-probabilities of num_tokens add to `peak_bytes`, results included."""
+    vocab_size, hidden_size = model.config.vocab_size, model.config.hidden_size
+    rows = min(num_tokens, score_rows(model.config))
+    logits = 4 * rows * (vocab_size + 3 * hidden_size)
+    return logits + 100 * max(BLOCK_ELEMENTS, vocab_size) + num_tokens * (16 + 16 * num_top)
+
+
 class PrefillJob:
     """Runs the prompts of `items` through the model and uploads their K/V.
 
-    After the last cell, `logits` is [num_items, V]: those of each prompt's last token, and every
-    handle is ready to decode. Errors of the backend pass through; the job is then worthless and may
-    be dropped.
+    After the last cell, `logits` is [num_items, V]: those of each prompt's last token, every handle
+    is ready to decode, and the `logprobs` that items have are filled in. Errors of the backend pass
+    through; the job is then worthless and may be dropped.
     """
 
     def __init__(
@@ -123,11 +168,29 @@ class PrefillJob:
                 yield cell.num_rows
         last = [item.first_row + len(item.token_ids) - 1 for item in self.items]
         self.logits = self.model.logits(hidden[last]).clone()
+        yield from self._score(hidden)
         for worker in {item.worker for item in self.items}:
             self.backend.wait_ready(worker, UPLOAD_TABLE)
         for item in self.items:
             for copy in item.handles[1:]:
                 self.backend.fork(item.worker, item.handles[0], copy, len(item.token_ids))
+
+    def _score(self, hidden: Tensor) -> Iterator[int]:
+        """Fills in the log-probabilities that are wanted; yields their cost in rows of a layer."""
+        config = self.model.config
+        mlp_and_attention = 3 * config.intermediate_size + config.qkv_width
+        head_cost = 1 + config.vocab_size // mlp_and_attention
+        for batch in split_into_scores(self.items, score_rows(config)):
+            rows = np.concatenate(
+                [np.arange(item.first_row + a, item.first_row + b) for item, a, b in batch]
+            )
+            logits = self.model.logits(torch.from_numpy(hidden.numpy()[rows])).numpy()
+            first = 0
+            for item, start, stop in batch:
+                assert item.logprobs is not None
+                item.logprobs.fill_(start, logits[first : first + stop - start])
+                first += stop - start
+            yield len(rows) * head_cost
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         hidden: Tensor | None = None

@@ -9,8 +9,9 @@ import numpy as np
 from fastdecode_rdma.attention.backend import AttentionBackend
 from fastdecode_rdma.attention.placement import Placement
 from fastdecode_rdma.engine.prefill import PrefillItem, PrefillJob
-from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, RunningPrefill
+from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, Request, RunningPrefill
 from fastdecode_rdma.models import DecoderModel
+from fastdecode_rdma.prompt_logprobs import PromptLogprobs
 
 
 class PrefillQueue:
@@ -99,6 +100,7 @@ class PrefillQueue:
         """Packs gangs into a job, up to the token budget (a longer prompt goes alone)."""
         items: list[PrefillItem] = []
         members: list[LiveSequence] = []
+        scored: set[Request] = set()  # its samples may be queued one by one, after a lost worker
         tokens = 0
         while self._gangs:
             gang = [live[handle] for handle in self._gangs[0] if handle in live]
@@ -112,12 +114,25 @@ class PrefillQueue:
             tokens += len(ids)
             for seq in gang:
                 seq.worker = self._placement.worker_of(seq.handle)
-            items.append(PrefillItem(tuple(seq.handle for seq in gang), gang[0].worker, ids))
+            handles = tuple(seq.handle for seq in gang)
+            request = gang[0].request
+            logprobs = None if request in scored else self._logprobs_of(request)
+            scored.add(request)
+            items.append(PrefillItem(handles, gang[0].worker, ids, logprobs))
             members.extend(gang)
         if not items:
             return None
         job = PrefillJob(self._model, self._backend, items)
         return RunningPrefill(job, job.cells(next_step()), members)
+
+    def _logprobs_of(self, request: Request) -> PromptLogprobs | None:
+        """What a job is to fill in for a request: nothing once it has been delivered."""
+        num_top = request.params.prompt_logprobs
+        if num_top is None or request.has_prompt_logprobs:
+            return None
+        vocab_size = self._model.config.vocab_size
+        decode_token = self._options.decode_token if request.params.detokenize else None
+        return PromptLogprobs(request.prompt_ids, num_top, vocab_size, decode_token)
 
     def _ids_of(self, seq: LiveSequence) -> np.ndarray:
         """Everything so far; in deterministic mode the prompt: the rest is replayed."""

@@ -1,0 +1,203 @@
+"""The keyword arguments of `Generator.from_pretrained`: checked, and their mistakes explained."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdecode_rdma.config import dtype_name, kv_dtype_name
+from fastdecode_rdma.errors import ConfigError
+
+RENAMED = {
+    "model": "path",
+    "pretrained_model_name_or_path": "path",
+    "max_length": "max_model_len",
+    "max_seq_len": "max_model_len",
+    "n_ctx": "max_model_len",
+    "torch_dtype": "dtype",
+    "max_batch_size": "max_num_seqs",
+    "batch_size": "max_num_seqs",
+    "device_map": "device",
+    "stop_token_ids": "eos_token_id",
+    "timeout": "timeout_s",
+}
+"""Names of other libraries, and ours."""
+
+_WORKERS_DO = "attention runs in workers: see `fastdecode worker --help`, and workers="
+_NO_QUANTIZATION = "checkpoints are used in float32, float16 or bfloat16; see kv_cache_dtype, too"
+_NO_CODE = "no code of a checkpoint is ever run; leave it out"
+_LOCAL = "models are local directories; leave it out"
+ABSENT = {
+    "gpu_memory_utilization": "memory is a worker's: `fastdecode worker --memory`",
+    "kv_cache_memory_bytes": "memory is a worker's: `fastdecode worker --memory`",
+    "swap_space": _WORKERS_DO,
+    "cpu_offload_gb": _WORKERS_DO,
+    "block_size": _WORKERS_DO,
+    "tensor_parallel_size": _WORKERS_DO,
+    "pipeline_parallel_size": _WORKERS_DO,
+    "data_parallel_size": _WORKERS_DO,
+    "distributed_executor_backend": _WORKERS_DO,
+    "attn_implementation": _WORKERS_DO,
+    "trust_remote_code": _NO_CODE,
+    "quantization": _NO_QUANTIZATION,
+    "quantization_config": _NO_QUANTIZATION,
+    "load_in_4bit": _NO_QUANTIZATION,
+    "load_in_8bit": _NO_QUANTIZATION,
+    "revision": _LOCAL,
+    "cache_dir": _LOCAL,
+    "local_files_only": _LOCAL,
+    "download_dir": _LOCAL,
+    "token": f"{_LOCAL}; the workers' token is token_file",
+    "generation_config": "pass SamplingParams to have none of generation_config.json's values",
+    "override_generation_config": "pass SamplingParams",
+    "logits_processors": "give them to SamplingParams, per request",
+    "max_logprobs": "there is no limit; leave it out",
+    "enforce_eager": "there is nothing to compile; leave it out",
+}
+"""Names of other libraries for which there is nothing here, and why."""
+
+TEXT_OPTIONS = ("tokenizer", "chat_template", "seed")
+"""Arguments of `Generator.from_pretrained`, besides `path`, that do not concern the engine."""
+
+
+@dataclass(frozen=True)
+class GeneratorOptions:
+    """The checked keyword arguments of `Generator.from_pretrained` that concern the engine.
+
+    `eos_token_id` is given as None, an id or several, and kept as a tuple.
+    """
+
+    workers: tuple[str, ...] | None = None
+    token_file: str | os.PathLike[str] | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    device: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 1024
+    deterministic: bool = False
+    timeout_s: float = 30.0
+    eos_token_id: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 2, 1 << 27),
+            ("max_num_seqs", 1, 1 << 16),
+            ("max_num_batched_tokens", 1, 1 << 24),
+            ("max_waiting", 1, 1 << 24),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "max_model_len":
+                continue
+            if not is_integer(value) or not low <= value <= high:
+                raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+            object.__setattr__(self, name, int(value))
+        if (
+            isinstance(self.timeout_s, bool)
+            or not isinstance(self.timeout_s, Real)
+            or not 0 < self.timeout_s < math.inf
+        ):
+            raise ConfigError(f"timeout_s must be a positive number, got {self.timeout_s!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
+        for name in ("dtype", "kv_cache_dtype"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name} must be a name such as 'auto' or 'float32', got "
+                    f"{getattr(self, name)!r}"
+                )
+        if self.token_file is not None:
+            as_path("token_file", self.token_file)
+        if self.device not in (None, "cpu"):
+            raise ConfigError(
+                f"device={self.device!r}: this version runs the dense layers on 'cpu' only"
+            )
+        if self.dtype != "auto" and dtype_name(self.dtype) != "fp32":
+            raise ConfigError(
+                f"dtype={self.dtype!r}: a CPU computes in float32 (bf16 weights stay bf16 in "
+                "memory all the same); use 'auto' or 'float32'"
+            )
+        if self.kv_cache_dtype != "auto":
+            kv_dtype_name(self.kv_cache_dtype)
+        object.__setattr__(self, "eos_token_id", _eos_ids(self.eos_token_id))
+
+    @classmethod
+    def checked(cls, unknown: Mapping[str, object], **known: Any) -> GeneratorOptions:
+        """Refuses unknown keyword arguments, naming the nearest of ours."""
+        if unknown:
+            ours = ["path", *(f.name for f in fields(cls)), *TEXT_OPTIONS]
+            raise ConfigError("; ".join(_explain_unknown(name, ours) for name in unknown))
+        assert {f.name for f in fields(cls)} == set(known)
+        return cls(**known)
+
+
+def _explain_unknown(name: str, ours: list[str]) -> str:
+    if name in ABSENT:
+        return f"unknown argument {name!r}: {ABSENT[name]}"
+    near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, ours, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {ours}"
+    return f"unknown argument {name!r}; {hint}"
+
+
+def _eos_ids(value: object) -> tuple[int, ...]:
+    ids = [] if value is None else [value] if is_integer(value) else value
+    if not isinstance(ids, (Sequence, Set)) or isinstance(ids, (str, bytes)):
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    for token_id in ids:
+        if not is_integer(token_id) or token_id < 0:
+            raise ConfigError(f"eos_token_id must hold token ids, got {token_id!r}")
+    return tuple(int(token_id) for token_id in ids)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value can stand for an integer: Python's or numpy's, no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def as_path(name: str, value: object) -> Path:
+    """Returns an argument as a path, `~` expanded.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    text = value if isinstance(value, str) else getattr(value, "__fspath__", lambda: None)()
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} must be a path, got {value!r}")
+    return Path(os.path.expanduser(text))
+
+
+def resolve_model_dir(path: str | os.PathLike[str]) -> Path:
+    """Returns a model directory: `path`, or that name's newest snapshot in the local HF cache.
+
+    Raises:
+        ConfigError: neither is there. Nothing is downloaded.
+    """
+    directory = as_path("path", path)
+    if os.path.isdir(directory):  # unlike Path.is_dir, False also for names that are too long
+        return directory
+    if os.path.isfile(directory):
+        raise ConfigError(
+            f"{directory} is a file; expected a model directory (`fastdecode convert` makes one "
+            "of a GGUF file)"
+        )
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    repo = hub / ("models--" + str(path).replace("/", "--"))
+    ref = repo / "refs" / "main"
+    if os.path.isfile(ref):
+        snapshot = repo / "snapshots" / ref.read_text().strip()
+        if snapshot.is_dir():
+            return snapshot
+    raise ConfigError(
+        f"no model at {directory}, and none of that name in {hub}; give a directory with "
+        "config.json, tokenizer.json and safetensors"
+    )
