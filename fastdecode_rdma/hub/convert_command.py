@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from fastdecode_rdma.config import DTYPE_BYTES
 from fastdecode_rdma.hub.convert import convert_gguf
@@ -12,7 +16,7 @@ from fastdecode_rdma.hub.convert import convert_gguf
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("source", type=Path, metavar="FILE.gguf")
+    parser.add_argument("source", type=Path, metavar="FILE.gguf", help="of parts, any one")
     parser.add_argument("target", type=Path, metavar="OUTDIR", help="a directory to be made")
     parser.add_argument(
         "--dtype",
@@ -24,7 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts the file and says where the model is."""
-    convert_gguf(args.source, args.target, dtype=args.dtype, progress=_show)
+    is_midway = False
+
+    def show(done: int, total: int) -> None:
+        nonlocal is_midway
+        is_midway = done < total
+        _show(done, total)
+
+    try:
+        with _stoppable():
+            convert_gguf(args.source, args.target, dtype=args.dtype, progress=show)
+    except BaseException:
+        if is_midway and sys.stderr.isatty():
+            print(file=sys.stderr)  # what went wrong gets a line of its own
+        raise
     print(f"wrote {args.target}")
     return 0
 
@@ -33,3 +50,17 @@ def _show(done: int, total: int) -> None:
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\r{done}/{total} tensors", end=end, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Lets SIGTERM unwind, so that what is half written is removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

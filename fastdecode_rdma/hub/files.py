@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,19 @@ def sha256_of(path: Path) -> str:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields a temporary directory beside `target` and renames it to `target` on success.
 
-    On any failure the temporary directory is removed and `target` is as it was.
+    On any failure the temporary directory is removed, with parents that were made for it, and
+    `target` is as it was.
 
     Raises:
         ConfigError: `target` exists and is not an empty directory.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a directory that does not, or remove it")
+    made = [parent for parent in target.absolute().parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    scratch: Path | None = None
     try:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         yield scratch
         for path in scratch.iterdir():
             _sync(path)
@@ -53,7 +56,11 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         os.rename(scratch, target)  # replaces an empty directory, fails on a filled one
         _sync(target.parent)
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        for parent in made:  # innermost first
+            with suppress(OSError):  # someone else has put something there
+                parent.rmdir()
         raise
 
 

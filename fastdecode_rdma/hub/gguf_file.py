@@ -1,17 +1,14 @@
-"""Reads GGUF files: metadata as plain Python, tensors memory-mapped, dequantised row by row.
+"""A GGUF model, in one file or in parts: checked metadata, and tensors dequantised row by row.
 
-The headers are parsed here: the `gguf` package's reader makes several numpy arrays per vocabulary
-entry (25 s for the 262144 tokens of Gemma 3, against 0.3 s). What it is needed for is its knowledge
-of the quantised formats.
-
-Layout, little-endian: "GGUF" | version u32 | tensors u64 | pairs u64 | pairs | tensor infos | data.
+The tensors are memory-mapped. What the `gguf` package is needed for is its knowledge of the
+quantised formats.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-import struct
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,25 +17,23 @@ from typing import Any
 import numpy as np
 
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.hub.gguf_header import Header, MalformedError, TensorInfo, read_header
 
 _MISSING = object()
-_STRING, _ARRAY, _FLOAT32 = 8, 9, 6
-_SCALARS = {
-    0: np.dtype("<u1"),
-    1: np.dtype("<i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    7: np.dtype("?"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
+# No model has more of anything that is counted; larger numbers would only overflow elsewhere.
+_MAX_COUNT = (1 << 31) - 1
+_PART_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
+# Formats that llama.cpp once wrote and no longer reads.
+_REMOVED_TYPES = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
 }
-# Far above any model; a broken count must not start a loop of 2^60 rounds.
-_MAX_ENTRIES = 1 << 24
-_MAX_DIMENSIONS = 4
 
 
 def import_gguf() -> ModuleType:
@@ -63,7 +58,6 @@ class GGUFTensor:
 
     name: str
     shape: tuple[int, ...]
-    type_name: str
     type_id: int
     rows: np.ndarray
 
@@ -71,49 +65,51 @@ class GGUFTensor:
         """Returns the given rows as fp32 [rows, shape[-1]].
 
         Raises:
-            ConfigError: the installed `gguf` package cannot dequantise this type, or the values are
-                not finite.
+            ConfigError: they hold values that are not finite.
         """
         gguf = import_gguf()
         packed = np.ascontiguousarray(self.rows[index])
-        try:
+        with np.errstate(all="ignore"):  # of damaged weights; what comes out is looked at below
             values = gguf.dequantize(packed, gguf.GGMLQuantizationType(self.type_id))
-        except NotImplementedError as exc:
-            raise ConfigError(
-                f"tensor {self.name!r} has type {self.type_name}, which the installed gguf package "
-                "cannot dequantise"
-            ) from exc
         if not np.isfinite(values).all():
             raise ConfigError(f"tensor {self.name!r} holds values that are not finite")
         return values
 
 
 class GGUFFile:
-    """One GGUF file: metadata by key, tensors by name.
+    """One GGUF model: metadata by key, tensors by name.
+
+    `path` may be any one of the parts that llama-gguf-split makes; the others lie beside it.
 
     Raises:
-        ConfigError: the file is missing, broken or truncated, or is one part of a split model.
+        ConfigError: a file is missing, broken, truncated or big-endian, or holds a tensor in a
+            format that cannot be dequantised.
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise ConfigError(f"no such file: {path}")
         self.path = path
-        self._metadata: dict[str, Any] = {}
+        header, view = _open(path)
+        self._metadata = header.metadata
+        parts = [(path, header, view)]
+        if self.count("split.count", 1) > 1:
+            parts = [(part, *_open(part)) for part in self._part_paths()]
+            self._metadata = parts[0][1].metadata
         self.tensors: dict[str, GGUFTensor] = {}
-        try:
-            with path.open("rb") as file:
-                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._parse(_Cursor(view))
-        except (struct.error, ValueError, TypeError, ArithmeticError) as exc:
-            if isinstance(exc, ConfigError):
-                raise
-            raise ConfigError(f"{path} is not a whole GGUF file: {exc}") from exc
-        if self.get("split.count", 1) > 1:
+        for number, (part, part_header, part_view) in enumerate(parts):
+            self._check_part(part, part_header, number=number, num_parts=len(parts))
+            whole = np.frombuffer(part_view, dtype=np.uint8)
+            for info in part_header.tensors:
+                if info.name in self.tensors:
+                    raise ConfigError(f"{part}: tensor {info.name[:80]!r} is in another part too")
+                self.tensors[info.name] = _map_tensor(part, whole, info)
+        self._check_types()
+        expected = self.get("split.tensors.count", len(self.tensors))
+        if expected != len(self.tensors):
             raise ConfigError(
-                f"{path} is one of {self.get('split.count')} parts; join them first "
-                "(llama-gguf-split --merge)"
+                f"{path}: the parts hold {len(self.tensors)} tensors, {expected!r:.80} are expected"
             )
+
+    # -- metadata
 
     def get(self, key: str, default: Any = _MISSING) -> Any:
         """Returns the value of a metadata key.
@@ -129,24 +125,63 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        return str(self.get("general.architecture"))
+        return self.text("general.architecture")
 
-    def arch(self, key: str, default: Any = _MISSING) -> Any:
-        """Returns a metadata key of this architecture: "block_count" reads "llama.block_count"."""
-        return self.get(f"{self.architecture}.{key}", default)
+    def text(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns a text, or the default. Raises ConfigError when it is something else."""
+        return self._typed(key, default, str, "a text")
 
-    def arch_count(self, key: str, default: int | None = None) -> int:
-        """Returns a metadata key of this architecture that counts something.
+    def flag(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns a bool, or the default. Raises ConfigError when it is something else."""
+        return self._typed(key, default, bool, "true or false")
+
+    def texts(self, key: str) -> list[str]:
+        """Returns a list of texts. Raises ConfigError when it is something else."""
+        values = self._typed(key, _MISSING, list, "a list of texts")
+        if not all(isinstance(value, str) for value in values):
+            raise ConfigError(f"{self.path}: {key} must be a list of texts")
+        return values
+
+    def numbers(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns a list of finite numbers, or the default. Raises ConfigError otherwise."""
+        values = self._typed(key, default, list, "a list of numbers")
+        if values is not default and not all(_is_number(value) for value in values):
+            raise ConfigError(f"{self.path}: {key} must be a list of finite numbers")
+        return values
+
+    def number(self, key: str, default: Any = _MISSING) -> Any:
+        """Returns a positive number, or the default. Raises ConfigError otherwise."""
+        value = self.get(key, default)
+        if value is default or (_is_number(value) and value > 0):
+            return value
+        raise ConfigError(f"{self.path}: {key} must be a positive number, got {value!r:.80}")
+
+    def count(self, key: str, default: Any = _MISSING, *, least: int = 1) -> Any:
+        """Returns an integer of at least `least`, or the default.
+
+        A list with one entry per layer counts as its entry where all are the same.
 
         Raises:
-            ConfigError: it is absent without a default, or no positive integer.
+            ConfigError: it is absent without a default, or no such integer.
         """
-        value = self.arch(key) if default is None else self.arch(key, default)
-        if isinstance(value, list):
-            raise ConfigError(f"{self.path}: {key} that differs by layer is not supported")
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.path}: {key} must be a positive integer, got {value!r}")
+        value = self.get(key, default)
+        if value is default:
+            return default
+        if isinstance(value, list) and value:
+            if any(entry != value[0] for entry in value):
+                raise ConfigError(f"{self.path}: {key} that differs by layer is not supported")
+            value = value[0]
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or not least <= value <= _MAX_COUNT:
+            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ConfigError(f"{self.path}: {key} must be {wanted}, got {value!r:.80}")
         return value
+
+    def arch_key(self, key: str) -> str:
+        """Returns the full name of a key of this architecture: "llama.block_count"."""
+        return f"{self.architecture}.{key}"
+
+    # -- tensors
 
     def tensor(self, name: str) -> GGUFTensor:
         """Returns a tensor by name.
@@ -158,99 +193,93 @@ class GGUFFile:
             raise ConfigError(f"{self.path}: tensor {name!r} is missing")
         return self.tensors[name]
 
-    def _parse(self, cursor: _Cursor) -> None:
-        if cursor.take(4) != b"GGUF":
-            raise ConfigError(f"{self.path} is not a GGUF file (its first bytes are not 'GGUF')")
-        version = cursor.number("<I")
-        if version not in (2, 3):
-            raise ConfigError(f"{self.path}: GGUF version {version} is not supported (2 and 3 are)")
-        num_tensors, num_pairs = cursor.count(), cursor.count()
-        for _ in range(num_pairs):
-            key = cursor.string()
-            self._metadata[key] = cursor.value(cursor.number("<I"))
-        infos = []
-        for _ in range(num_tensors):
-            name = cursor.string()
-            num_dims = cursor.number("<I")
-            if not 1 <= num_dims <= _MAX_DIMENSIONS:
-                raise ValueError(f"tensor {name!r} has {num_dims} dimensions")
-            # The file lists the fastest dimension first.
-            shape = tuple(reversed([cursor.number("<Q") for _ in range(num_dims)]))
-            infos.append((name, shape, cursor.number("<I"), cursor.number("<Q")))
-        alignment = self.get("general.alignment", 32)
-        data_start = -(-cursor.offset // alignment) * alignment
-        whole = np.frombuffer(cursor.view, dtype=np.uint8)
-        for name, shape, type_id, offset in infos:
-            self.tensors[name] = _map_tensor(whole, data_start + offset, name, shape, type_id)
+    def _typed(self, key: str, default: Any, kind: type, wanted: str) -> Any:
+        value = self.get(key, default)
+        if value is default or isinstance(value, kind):
+            return value
+        raise ConfigError(f"{self.path}: {key} must be {wanted}, got {value!r:.80}")
+
+    def _part_paths(self) -> list[Path]:
+        count = self.count("split.count")
+        match = _PART_NAME.fullmatch(self.path.name)
+        if match is None or int(match[3]) != count:
+            raise ConfigError(
+                f"{self.path} is one of {count} parts, so its name must end in "
+                f"-00001-of-{count:05d}.gguf; name the parts as they were, in one folder"
+            )
+        names = [f"{match[1]}-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)]
+        missing = [name for name in names if not (self.path.parent / name).is_file()]
+        if missing:
+            shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+            raise ConfigError(f"{self.path} is one of {count} parts; missing beside it: {shown}")
+        return [self.path.parent / name for name in names]
+
+    def _check_part(self, path: Path, header: Header, *, number: int, num_parts: int) -> None:
+        found = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 1))
+        if num_parts > 1 and found != (number, num_parts):
+            raise ConfigError(
+                f"{path}: by its name it is part {number + 1} of {num_parts}, but it says "
+                f"split.no {found[0]!r:.80} (from 0) of {found[1]!r:.80}"
+            )
+
+    def _check_types(self) -> None:
+        """Refuses what cannot be dequantised before anything is written."""
+        gguf = import_gguf()
+        for type_id, name in {t.type_id: t.name for t in self.tensors.values()}.items():
+            quantization = gguf.GGMLQuantizationType(type_id)
+            block = np.zeros((1, gguf.GGML_QUANT_SIZES[quantization][1]), dtype=np.uint8)
+            try:
+                gguf.dequantize(block, quantization)
+            except NotImplementedError as exc:
+                raise ConfigError(
+                    f"tensor {name!r} has type {quantization.name}, which the installed gguf "
+                    "package cannot dequantise"
+                ) from exc
 
 
-class _Cursor:
-    """Reads values one after another; running off the end raises."""
-
-    def __init__(self, view: mmap.mmap) -> None:
-        self.view = view
-        self.offset = 0
-
-    def take(self, nbytes: int) -> bytes:
-        data = self.view[self.offset : self.offset + nbytes]
-        if len(data) != nbytes:
-            raise ValueError(f"it ends at byte {len(self.view)}")
-        self.offset += nbytes
-        return data
-
-    def number(self, layout: str) -> int:
-        (value,) = struct.unpack_from(layout, self.view, self.offset)
-        self.offset += struct.calcsize(layout)
-        return value
-
-    def count(self) -> int:
-        count = self.number("<Q")
-        if count > _MAX_ENTRIES:
-            raise ValueError(f"a count of {count} at byte {self.offset - 8}")
-        return count
-
-    def string(self) -> str:
-        return self.take(self.number("<Q")).decode("utf-8")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            element = self.number("<I")
-            count = self.count()
-            if element == _STRING:
-                return [self.string() for _ in range(count)]
-            return self._numbers(element, count)
-        return self._numbers(kind, 1)[0]
-
-    def _numbers(self, kind: int, count: int) -> list[Any]:
-        if kind not in _SCALARS:
-            raise ValueError(f"value type {kind} at byte {self.offset}")
-        dtype = _SCALARS[kind]
-        values = np.frombuffer(self.take(dtype.itemsize * count), dtype=dtype)
-        if kind == _FLOAT32 and count == 1:
-            # 1e-5 is stored as 9.99999974e-06: give back the decimal that was meant.
-            return [float(str(values[0]))]
-        return values.tolist()
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
-def _map_tensor(
-    whole: np.ndarray, start: int, name: str, shape: tuple[int, ...], type_id: int
-) -> GGUFTensor:
+def _open(path: Path) -> tuple[Header, mmap.mmap]:
+    if not path.exists():
+        raise ConfigError(f"no such file: {path}")
+    if not path.is_file():
+        raise ConfigError(f"{path} is no regular file; name a .gguf file")
+    try:
+        with path.open("rb") as file:
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return read_header(view), view
+    except MalformedError as exc:
+        raise ConfigError(f"{path} is not a whole GGUF file: {exc}") from exc
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror or exc}") from exc
+    except ValueError as exc:  # an empty file has nothing to map
+        raise ConfigError(f"{path} is not a whole GGUF file: it is empty") from exc
+
+
+def _map_tensor(path: Path, whole: np.ndarray, info: TensorInfo) -> GGUFTensor:
     gguf = import_gguf()
     try:
-        quantization = gguf.GGMLQuantizationType(type_id)
+        quantization = gguf.GGMLQuantizationType(info.type_id)
     except ValueError as exc:
+        known = _REMOVED_TYPES.get(info.type_id)
+        name = f"type {known}, which was removed from GGUF" if known else "a type that"
+        tail = "" if known else " the installed gguf package does not know"
         raise ConfigError(
-            f"tensor {name!r} has type number {type_id}, which the installed gguf package does not "
-            "know"
+            f"{path}: tensor {info.name[:80]!r} has {name}{tail} (number {info.type_id}); "
+            "take another quantisation of the model"
         ) from exc
     block_len, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
-    if shape[-1] % block_len or 0 in shape:
-        raise ValueError(f"tensor {name!r} of type {quantization.name} has shape {shape}")
-    num_rows = math.prod(shape[:-1])
-    row_bytes = shape[-1] // block_len * block_bytes
-    if start + num_rows * row_bytes > whole.size:
-        raise ValueError(f"tensor {name!r} lies past its end at byte {whole.size}")
-    rows = whole[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes)
-    return GGUFTensor(name, shape, quantization.name, type_id, rows)
+    what = f"{path} is not a whole GGUF file: tensor {info.name[:80]!r}"
+    if info.shape[-1] % block_len or 0 in info.shape:
+        raise ConfigError(f"{what} of type {quantization.name} has shape {info.shape}")
+    num_rows = math.prod(info.shape[:-1])
+    row_bytes = info.shape[-1] // block_len * block_bytes
+    end = info.start + num_rows * row_bytes
+    if end > whole.size:
+        raise ConfigError(f"{what} ends at byte {end}, the file at byte {whole.size}")
+    rows = whole[info.start : end].reshape(num_rows, row_bytes)
+    return GGUFTensor(info.name, info.shape, info.type_id, rows)

@@ -50,24 +50,72 @@ def tokens_of(kind: str) -> tuple[str, list[str], list[int], list[float]]:
     )
 
 
+def metadata_of(kind: str) -> dict[str, Any]:
+    """What a file of a tiny model says."""
+    model, tokens, types, scores = tokens_of(kind)
+    pairs: dict[str, Any] = {
+        "block_count": LAYERS,
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": HEAD_DIM,
+        "rope.freq_base": 500000.0,
+    }
+    if kind == "gemma3":
+        pairs["attention.sliding_window"] = 16
+    pairs = {f"{kind}.{key}": value for key, value in pairs.items()}
+    pairs |= {"model": model, "tokens": tokens, "token_type": types}
+    if model == "gpt2":
+        pairs |= {"pre": "smollm", "merges": ["a b", "Ġ ab"], "bos_token_id": 1, "eos_token_id": 2}
+    else:
+        pairs |= {"scores": scores, "add_bos_token": True, "add_space_prefix": False}
+        pairs |= {"unknown_token_id": 3, "bos_token_id": 2, "eos_token_id": 1}
+    named = {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in pairs.items()}
+    if model == "gpt2":
+        named["tokenizer.chat_template"] = "{{ messages[0]['content'] }}"
+    return named
+
+
+def value_type(value: Any) -> gguf.GGUFValueType:
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING,
+        list: gguf.GGUFValueType.ARRAY,
+        int: gguf.GGUFValueType.UINT32,
+    }
+    kind = kinds[type(value)]
+    is_wide = kind is gguf.GGUFValueType.UINT32 and not 0 <= value < 1 << 32
+    return gguf.GGUFValueType.INT64 if is_wide else kind
+
+
 @pytest.fixture
 def make_gguf(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, np.ndarray]]]:
-    """make_gguf(kind, quantization=F32, drop=(), extra=(), tensors=…) -> (path, stored values)."""
+    """make_gguf(kind, drop=(), metadata=…, tensors=…, max_tensors=0) -> (path, stored values).
+
+    `metadata` adds or replaces pairs; None takes one away. `max_tensors` splits the model in parts;
+    the path is then that of the first.
+    """
 
     def make(
         kind: str = "llama",
         *,
-        quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
         drop: tuple[str, ...] = (),
         metadata: dict[str, Any] | None = None,
         tensors: dict[str, np.ndarray] | None = None,
+        max_tensors: int = 0,
     ) -> tuple[Path, dict[str, np.ndarray]]:
         path = tmp_path / f"{kind}.gguf"
-        writer = gguf.GGUFWriter(path, kind)
-        model, tokens, types, scores = tokens_of(kind)
+        writer = gguf.GGUFWriter(path, kind, split_max_tensors=max_tensors)
+        pairs = metadata_of(kind) | (metadata or {})
         rng = np.random.default_rng(0)
         shapes: dict[str, tuple[int, ...]] = {
-            "token_embd.weight": (len(tokens), HIDDEN),
+            "token_embd.weight": (len(tokens_of(kind)[1]), HIDDEN),
             "output_norm.weight": (HIDDEN,),
         }
         for layer in range(LAYERS):
@@ -77,51 +125,16 @@ def make_gguf(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, np.ndarray]
             name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()
         }
         values |= tensors or {}
-        numbers = {
-            "block_count": LAYERS,
-            "context_length": 128,
-            "embedding_length": HIDDEN,
-            "feed_forward_length": INNER,
-            "attention.head_count": HEADS,
-            "attention.head_count_kv": KV_HEADS,
-            "attention.key_length": HEAD_DIM,
-            "attention.value_length": HEAD_DIM,
-            "rope.dimension_count": HEAD_DIM,
-            "attention.sliding_window": 16,
-        }
-        numbers = {f"{kind}.{key}": number for key, number in numbers.items()}
-        for key, value in (numbers | (metadata or {})).items():
-            add = writer.add_string if isinstance(value, str) else writer.add_uint32
-            add(key, value)
-        writer.add_float32(f"{kind}.attention.layer_norm_rms_epsilon", 1e-5)
-        writer.add_float32(f"{kind}.rope.freq_base", 500000.0)
-        writer.add_tokenizer_model(model)
-        writer.add_token_list(tokens)
-        writer.add_token_types(types)
-        if model == "gpt2":
-            writer.add_tokenizer_pre("smollm")
-            writer.add_token_merges(["a b", "Ġ ab"])
-            writer.add_chat_template("{{ messages[0]['content'] }}")
-        else:
-            writer.add_token_scores(scores)
-            writer.add_add_bos_token(True)
-            writer.add_add_space_prefix(False)
-            writer.add_unk_token_id(3)
-        writer.add_bos_token_id(1 if kind == "llama" else 2)
-        writer.add_eos_token_id(2 if kind == "llama" else 1)
+        for key, value in pairs.items():
+            if value is not None:
+                writer.add_key_value(key, value, value_type(value))
         for name, value in values.items():
-            if name in drop:
-                continue
-            if value.ndim == 1:
+            if name not in drop:
                 writer.add_tensor(name, value)
-                continue
-            packed = gguf.quantize(value, quantization)
-            writer.add_tensor(name, packed, raw_dtype=quantization)
-            values[name] = gguf.dequantize(packed, quantization)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return path, values
+        return writer.format_shard_names(path)[0], values
 
     return make

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 import tokenizers
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.hub.gguf_file import GGUFFile
-from fastdecode_rdma.hub.gguf_tokenizer import build_tokenizer, merges_from_scores
+from fastdecode_rdma.hub.gguf_tokenizer import (
+    Vocabulary,
+    build_tokenizer,
+    merges_from_scores,
+    special_token_ids,
+)
 from fastdecode_rdma.sequence import SamplingParams
 from fastdecode_rdma.tokenizer import Tokenizer
 
@@ -57,12 +63,19 @@ def test_special_and_byte_tokens_take_no_part_in_merges():
     assert merges_from_scores(tokens, [1, 1, 1, 4, 3], [0.0, -1, -2, -3, -4]) == [["a", "b"]]
 
 
-def load(path) -> tuple[Tokenizer, dict]:
-    contents, config = build_tokenizer(GGUFFile(path))
+def load(path, *, strips_after_specials: bool = False) -> tuple[Tokenizer, dict]:
+    contents, config = build_tokenizer(
+        Vocabulary.of(GGUFFile(path)), strips_after_specials=strips_after_specials
+    )
     backend = tokenizers.Tokenizer.from_str(json.dumps(contents))
     special = {key: value for key, value in config.items() if key.endswith("_token") and value}
     special = {key: value for key, value in special.items() if isinstance(value, str)}
     return Tokenizer(backend, special_tokens=special), config
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[str]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [tokenizer._backend.id_to_token(i) for i in ids]
 
 
 def test_sentencepiece_kind(make_gguf):
@@ -76,17 +89,109 @@ def test_sentencepiece_kind(make_gguf):
     assert tokenizer.decode(ids) == "abc ab\n\né😀"
 
 
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+def test_sentencepiece_of_random_text(make_gguf, add_space_prefix):
+    """SentencePiece's rule between user-defined pieces, bytes for what no piece has."""
+    path, _ = make_gguf("gemma3", metadata={"tokenizer.ggml.add_space_prefix": add_space_prefix})
+    tokenizer, _ = load(path)
+    pieces = ["ab", f"{SPACE}a", "bc", "abc"]
+    scores = {piece: -float(n) for n, piece in enumerate(pieces)}
+    rng = random.Random(1)
+    for _ in range(200):
+        text = "".join(rng.choices(["a", "b", "c", " ", "\n\n", "é", "<eos>"], k=20))
+        expected = []
+        for part in re.split("(\n\n|<eos>)", text):
+            if part in ("\n\n", "<eos>"):
+                expected.append(part)
+            elif part:
+                spaced = (SPACE if add_space_prefix else "") + part.replace(" ", SPACE)
+                for piece in sentencepiece_encode(spaced, scores):
+                    known = piece in scores or piece in "abc" + SPACE
+                    hexes = [f"<0x{byte:02X}>" for byte in piece.encode()]
+                    expected += [piece] if known else hexes
+        assert tokens_of(tokenizer, text) == expected, text
+
+
 def test_space_prefix_is_added_and_taken_off(make_gguf):
     """Llama 2's way: the file is silent on add_space_prefix, which means yes."""
-    path, _ = make_gguf("gemma3")
-    data = path.read_bytes().replace(
-        b"tokenizer.ggml.add_space_prefix", b"tokenizer.ggml.add_xxxxx_prefix"
-    )
-    path.write_bytes(data)
+    path, _ = make_gguf("gemma3", metadata={"tokenizer.ggml.add_space_prefix": None})
     tokenizer, _ = load(path)
     ids = tokenizer.encode("a b", add_special_tokens=False)
-    assert [tokenizer._backend.id_to_token(i) for i in ids] == [f"{SPACE}a", SPACE, "b"]
+    assert tokens_of(tokenizer, "a b") == [f"{SPACE}a", SPACE, "b"]
     assert tokenizer.decode(ids) == "a b"
+
+
+def test_special_ids_of_sentencepiece_where_the_file_is_silent(make_gguf):
+    names = ("bos_token_id", "eos_token_id", "unknown_token_id", "add_bos_token")
+    path, _ = make_gguf("gemma3", metadata={f"tokenizer.ggml.{name}": None for name in names})
+    vocabulary = Vocabulary.of(GGUFFile(path))
+    assert [vocabulary.special_id(name) for name in ("unknown", "bos", "eos")] == [0, 1, 2]
+    tokenizer, _ = load(path)
+    assert tokenizer.encode("a")[0] == 1
+
+
+def test_space_after_special_tokens_of_phi3(make_gguf):
+    """Its special tokens take the white space after them, but for the ends of text."""
+    tokens = ["<unk>", "<s>", "</s>", "<|end|>", "<|endoftext|>", "a", SPACE]
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, 3, 3, 1, 1],
+        "tokenizer.ggml.scores": [0.0] * 7,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    path, _ = make_gguf("gemma3", metadata=metadata)
+    tokenizer, _ = load(path, strips_after_specials=True)
+    assert tokens_of(tokenizer, "<|end|>\n  a<|endoftext|> a") == [
+        *("<|end|>", "a", "<|endoftext|>", SPACE, "a"),
+    ]
+    plain, _ = load(path)
+    assert tokens_of(plain, "<|end|> a") == ["<|end|>", SPACE, "a"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"scores": [0.0, -1.0]}, "2 scores for 269 tokens"),
+        ({"scores": [float("nan")] * 269}, "scores must be a list of finite numbers"),
+        ({"scores": [-1000.0] * 269}, "all tokens have the same score"),
+        ({"scores": None}, "lacks 'tokenizer.ggml.scores'"),
+    ],
+)
+def test_scores_that_order_nothing_are_named(make_gguf, metadata, message):
+    named = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    with pytest.raises(ConfigError, match=message):
+        load(make_gguf("gemma3", metadata=named)[0])
+
+
+# -- byte-level BPE
+
+
+def test_rows_that_pad_the_embedding_are_no_tokens(make_gguf):
+    """[PADn] of type "unused" is the converter's; the same text as a real token stays."""
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh", "Ġ", "ab", "Ġab"]
+    tokens += ["[PAD14]", "[PAD99]", "[PAD16]"]
+    path, _ = make_gguf(
+        "llama",
+        metadata={
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [3, 3, 3] + [1] * 11 + [5, 5, 1],
+        },
+    )
+    tokenizer, _ = load(path)
+    vocabulary = tokenizer._backend.get_vocab()
+    assert "[PAD14]" not in vocabulary
+    assert vocabulary["[PAD99]"] == 15 and vocabulary["[PAD16]"] == 16
+
+
+def test_empty_tokens_and_repeated_merges(make_gguf):
+    tokens = ["", "<|im_start|>", "<|im_end|>", *"abcdefgh", "Ġ", "ab", "Ġab"]
+    merges = ["a b", "Ġ ab", "a b"]
+    path, _ = make_gguf(
+        "llama", metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
+    )
+    tokenizer, _ = load(path)
+    assert tokens_of(tokenizer, "ab ab") == ["ab", "Ġab"]
+    assert tokenizer._backend.id_to_token(0) == "[EMPTY_0]"
 
 
 def test_unknown_kinds_are_named(make_gguf):
@@ -98,6 +203,31 @@ def test_unknown_kinds_are_named(make_gguf):
     path.write_bytes(whole.replace(b"gpt2", b"rwkv"))
     with pytest.raises(ConfigError, match="'rwkv'"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "metadata", "expected"),
+    [
+        (["<|endoftext|>", "x", "y"], {"eos": 0}, 0),
+        (["<|endoftext|>", "x", "y"], {"eos": 0, "eot": 1, "eom": 2}, [0, 1, 2]),
+        # Phi-3: chats end with a token that the file does not name.
+        (["<|endoftext|>", "<|assistant|>", "<|end|>"], {"eos": 0}, [0, 2]),
+        (["<end_of_turn>", "<eos>", "x"], {"eos": 1}, [1, 0]),
+        (["<|eom_id|>", "<|eot_id|>", "x"], {"eos": 1}, [1, 0]),
+        (["<|im_end|>", "x", "y"], {}, 0),
+    ],
+)
+def test_what_ends_generation(make_gguf, tokens, metadata, expected):
+    pairs = {"bos_token_id": None, "eos_token_id": None}
+    pairs |= {f"{name}_token_id": value for name, value in metadata.items()}
+    pairs |= {"tokens": [*tokens, *"ab", "ab"], "token_type": [3, 3, 3, 1, 1, 1], "merges": ["a b"]}
+    named = {f"tokenizer.ggml.{key}": value for key, value in pairs.items()}
+    vocabulary = Vocabulary.of(GGUFFile(make_gguf("llama", metadata=named)[0]))
+    assert special_token_ids(vocabulary) == {
+        "bos_token_id": None,
+        "eos_token_id": expected,
+        "pad_token_id": None,
+    }
 
 
 # -- the real thing
