@@ -13,7 +13,15 @@ from tokenizers.models import BPE
 
 from fastdecode_rdma.errors import ConfigError
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class TokenizerFiles:
@@ -41,13 +49,48 @@ class TokenizerFiles:
         )
         try:
             if whole.is_file():
-                return tokenizers.Tokenizer.from_file(str(whole))
+                return self._complete(tokenizers.Tokenizer.from_file(str(whole)))
             if not (vocab.is_file() and merges.is_file()):
                 return None
             backend = tokenizers.Tokenizer(BPE.from_file(str(vocab), str(merges)))
         except Exception as exc:  # the package raises bare Exception for what it cannot read
             raise ConfigError(f"the tokenizer in {self.directory} cannot be read: {exc}") from exc
         return self._complete_gpt2(backend)
+
+    def _complete(self, backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+        """Adds what tokenizer_config.json says of tokens, as transformers does; whether BOS and EOS
+        are put around a text is tokenizer.json's alone (its add_bos_token is not looked at).
+        """
+        known = {t.content: t for t in backend.get_added_tokens_decoder().values()}
+        declared = self._declared_tokens()
+        named = [
+            token
+            for token in self.special_tokens.values()
+            # One that the model has no id for would get an id beyond its embeddings.
+            if token not in known and backend.token_to_id(token) is not None
+        ]
+        for token in [*declared, *(tokenizers.AddedToken(t, special=True) for t in named)]:
+            if repr(token) != repr(known.get(token.content)):
+                backend.add_tokens([token])
+        return backend
+
+    def _declared_tokens(self) -> list[tokenizers.AddedToken]:
+        """added_tokens_decoder: id -> what an added token is."""
+        entries = self._config.get("added_tokens_decoder") or {}
+        try:
+            by_id = sorted(
+                (int(token_id), number, e) for number, (token_id, e) in enumerate(entries.items())
+            )
+            flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+            return [
+                tokenizers.AddedToken(**{key: entry[key] for key in flags if key in entry})
+                for _, _, entry in by_id
+            ]
+        except (AttributeError, TypeError, ValueError) as exc:
+            raise ConfigError(
+                f"{self.directory}: added_tokens_decoder in tokenizer_config.json is malformed: "
+                f"{exc}"
+            ) from exc
 
     def _complete_gpt2(self, backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         """GPT-2's scheme, which OPT's checkpoints ship without a tokenizer.json."""
@@ -94,29 +137,45 @@ class TokenizerFiles:
                     raise ConfigError(f"{self.directory / name}: {error}") from None
         return [token_id for token_id in ids if token_id >= 0]  # -1 is some models' "none"
 
-    def chat_template(self, given: str | None) -> str | None:
-        """Returns the Jinja text: what is given (text or a file's name), else the model's own.
+    def chat_templates(self, given: str | None) -> dict[str, str]:
+        """Returns the model's Jinja texts by name; "default" is what is given: text, or the name of
+        one of the model's or of a file.
 
         Raises:
             ConfigError: a file cannot be read.
         """
-        if given is not None:
-            # Every template has braces, and hardly a file's name.
-            if not given:
-                raise ConfigError("chat_template is empty; give Jinja text or a file's name")
-            return given if "{" in given else _read_text(Path(given))
+        templates = self._own_templates()
+        if given is None:
+            return templates
+        if not given:
+            raise ConfigError("chat_template is empty; give Jinja text or a file's name")
+        if given in templates:
+            return {**templates, "default": templates[given]}
+        # Every template has braces, and hardly a file's name.
+        text = given if "{" in given else _read_text(Path(given))
+        return {"default": text}  # the model's others might not fit it
+
+    def _own_templates(self) -> dict[str, str]:
+        """Those of files of their own replace those of tokenizer_config.json."""
+        templates: dict[str, str] = {}
         if (path := self.directory / "chat_template.jinja").is_file():
-            return _read_text(path)
-        template = self._config.get("chat_template")
-        if template is None:
-            template = _read_json(self.directory / "chat_template.json").get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = [entry for entry in template if isinstance(entry, dict)]
-            by_name = {entry.get("name"): entry.get("template") for entry in named}
-            template = by_name.get("default")
-        if template is not None and not isinstance(template, str):
-            raise ConfigError(f"{self.directory}: chat_template must be text, got {template!r}")
-        return template
+            templates["default"] = _read_text(path)
+        for path in sorted((self.directory / "additional_chat_templates").glob("*.jinja")):
+            templates[path.stem] = _read_text(path)
+        if templates:
+            return templates
+        value = self._config.get("chat_template")
+        if value is None:
+            value = _read_json(self.directory / "chat_template.json").get("chat_template")
+        if isinstance(value, list):  # several, by name
+            named = [entry for entry in value if isinstance(entry, dict)]
+            value = {entry.get("name"): entry.get("template") for entry in named}
+        elif value is not None:
+            value = {"default": value}
+        for name, text in (value or {}).items():
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise ConfigError(f"{self.directory}: chat_template must be text, got {text!r}")
+        return value or {}
 
 
 def id_list(value: int | Sequence[int] | None) -> list[int]:

@@ -169,7 +169,15 @@ def hf_tokenizer() -> Callable[[Path], Any]:
     """Loads what transformers makes of a directory, once: Gemma's vocabulary takes a while."""
     import transformers
 
-    return cache(transformers.AutoTokenizer.from_pretrained)
+    return cache(transformers.PreTrainedTokenizerFast.from_pretrained)
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    """Returns our tokenizer of the model "smollm2" or "gemma3", loaded once."""
+    from fastdecode_rdma.tokenizer import Tokenizer
+
+    return cache(lambda name: Tokenizer.from_directory(request.getfixturevalue(f"{name}_dir")))
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.prompts import (
     MAX_NAMED,
@@ -42,6 +44,11 @@ def any_params(params: SamplingParams, ids: np.ndarray) -> None:
         ([np.int64(1), 2], True), (["text"], False), ([[1, 2]], False), ([CHAT], False),
         ([], False), (np.array([[1, 2]]), False), (np.array([1.0]), False), ([1, True], False),
         ([1, 2.0], False), (["a", [1]], False), (iter("ab"), False), ({"role": "user"}, False),
+        (Chat(CHAT), True), ([Chat(CHAT)], False), ({"prompt": "a"}, True),
+        ({"prompt_token_ids": [1]}, True), ({"messages": CHAT}, True), ({"input_ids": [1]}, False),
+        ([{"prompt": "a"}, {"messages": CHAT}], False), ([{"prompt": "a"}, "b"], False),
+        ([{"role": "user"}, {"prompt": "a"}], True), (torch.tensor([1, 2]), True),
+        (torch.tensor([[1, 2]]), False), (np.array(["a", "b"]), False), (np.int64(1), False),
     ],
 )  # fmt: skip
 def test_one_prompt_is_told_from_several(prompts: object, is_single: bool) -> None:
@@ -54,15 +61,34 @@ def test_all_shapes_of_a_prompt_give_ids(encoder: PromptEncoder) -> None:
     for same in (text_ids, tuple(text_ids), np.array(text_ids), np.array(text_ids, np.uint8)):
         assert encoder.encode(same).tolist() == text_ids
         assert encoder.encode(same).dtype == np.int64
-    assert encoder.encode(CHAT).tolist() == encoder.encode("user:hi;").tolist()
+    for same in (torch.tensor(text_ids), torch.tensor(text_ids, dtype=torch.int32)):
+        assert encoder.encode(same).tolist() == text_ids
+    for same in (
+        {"prompt": "hi"},
+        {"prompt_token_ids": text_ids},
+        {"prompt": text_ids},
+        {"prompt_token_ids": np.array(text_ids), "prompt": "given"},
+        np.str_("hi"),
+    ):
+        assert encoder.encode(same).tolist() == text_ids  # fmt: skip
+    chat_ids = encoder.encode("user:hi;").tolist()
+    for same in (CHAT, tuple(CHAT), Chat(CHAT), {"messages": CHAT}):
+        assert encoder.encode(same).tolist() == chat_ids
+    assert encoder.encode({"messages": CHAT, "chat_template": "{{ 'x' }}"}).tolist() == (
+        encoder.encode("x").tolist()
+    )
     assert encoder.encode([0, 299]).tolist() == [0, 299]
 
 
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
     [
-        ("", "prompt is empty"),
-        ([], "prompt is empty"),
+        ("", "prompt is empty and the tokenizer adds no BOS token"),
+        ([], "prompt is empty; at least one token is needed"),
+        (torch.tensor([], dtype=torch.int64), "prompt is empty"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        (Chat(CHAT, chat_template="{# #}"), "the chat template made an empty prompt"),
+        (Chat(CHAT, chat_template="{% for"), "not valid Jinja"),
         (np.array([]), "prompt is empty"),
         ([300], "token id 300 at place 0 is outside the vocabulary of 300"),
         ([1, -1], "token id -1 at place 1 is outside"),
@@ -77,8 +103,23 @@ def test_all_shapes_of_a_prompt_give_ids(encoder: PromptEncoder) -> None:
         (None, "NoneType is no prompt"),
         (5, "int is no prompt"),
         (1.5, "float is no prompt"),
-        (b"ab", "bytes is no prompt"),
-        ({"role": "user"}, "a chat is a list of messages"),
+        (b"ab", "bytes is no prompt; expected text, token ids, chat messages; decode bytes to"),
+        ({"role": "user"}, "one message is no prompt; a chat is a list of messages"),
+        ({"input_ids": [1]}, "give prompt['input_ids'] itself"),
+        ({"text": "a"}, "'prompt_token_ids' or 'prompt' or 'messages'; got 'text'"),
+        ({}, "got none"),
+        ({"prompt": "a", "multi_modal_data": {}}, "cannot have 'multi_modal_data', only prompt,"),
+        ({"messages": CHAT, "tool": []}, "cannot have 'tool', only add_generation_prompt,"),
+        ({"prompt": 5}, "'prompt' must be text or token ids, got 5"),
+        ({"prompt": CHAT}, "'prompt' must be text or token ids"),
+        ({"prompt_token_ids": "ab"}, "'prompt_token_ids' must be a list of token ids, got 'ab'"),
+        ({"messages": "hi"}, "messages must be a list of dicts, got 'hi'"),
+        ([{"content": "hi"}], "message 0 needs a 'role'"),
+        (torch.tensor([1.0]), "dtype float32"),
+        (torch.tensor([1], dtype=torch.bfloat16), "Tensor cannot be read as token ids"),
+        (torch.tensor([1], device="meta"), "Tensor cannot be read as token ids"),
+        (torch.tensor([[1]]), "2 dimensions"),
+        (torch.tensor([True]), "dtype bool"),
         ({1, 2}, "set is no prompt"),
         ([True], "token ids must be integers, got bool at place 0"),
         ([1, 2.0], "token ids must be integers, got float at place 1"),
@@ -178,11 +219,75 @@ def test_lazily_a_bad_prompt_fails_alone(encoder: PromptEncoder) -> None:
         {"a"},
         frozenset("a"),
         np.array(5),
+        np.int64(5),
+        torch.tensor(5),
     ],
 )
 def test_what_holds_no_prompts_in_order_is_refused(prompts: object) -> None:
-    with pytest.raises(ConfigError, match="is no prompt; expected text, token ids, chat messages"):
+    with pytest.raises(ConfigError, match=r"is no prompt; expected text, .* chat|a dict is"):
         as_iterable(prompts)
+
+
+def test_odd_texts(encoder: PromptEncoder, texts: list[str]) -> None:
+    roomy = PromptEncoder(encoder.tokenizer, vocab_size=300, max_model_len=2_000_000)
+    for text in filter(None, texts):
+        assert encoder.tokenizer.decode(roomy.encode(text).tolist()) == text
+    assert len(roomy.encode("a\0b")) == 3
+    assert len(roomy.encode("word " * 200_000)) == 1_000_000
+    with pytest.raises(ConfigError, match="has 1000000 tokens and max_model_len is 16"):
+        encoder.encode("x" * 1_000_000)
+    for bad in ("\ud83d", "a\udc00b", {"prompt": "\ud800"}):
+        with pytest.raises(ConfigError, match="no valid text"):
+            encoder.encode(bad)
+
+
+def test_an_empty_text_is_the_bos_token_where_there_is_one(text_backend) -> None:
+    tokenizer = Tokenizer(text_backend("byte_level"), special_tokens={"bos_token": "<s>"})
+    encoder = PromptEncoder(tokenizer, vocab_size=500, max_model_len=16)
+    assert encoder.encode("").tolist() == [tokenizer.bos_token_id]
+    with pytest.raises(ConfigError, match="prompt is empty; at least"):
+        encoder.encode([])
+
+
+def test_the_text_of_a_prompt_is_kept(encoder: PromptEncoder) -> None:
+    prompts = ["a", {"prompt": "b"}, {"prompt_token_ids": [1], "prompt": "c"}, [1], CHAT]
+    checked = check_all(prompts, SamplingParams(), encoder.encode, any_params)
+    assert [prompt.text for prompt in checked] == ["a", "b", "c", None, None]
+
+
+def test_lists_of_dicts_are_several_prompts(encoder: PromptEncoder) -> None:
+    prompts = as_iterable([{"prompt": "ab"}, {"prompt_token_ids": [5]}, {"messages": CHAT}])
+    checked = check_all(prompts, SamplingParams(), encoder.encode, any_params)
+    assert [len(prompt.ids) for prompt in checked] == [2, 1, 8]
+
+
+def test_rows_of_a_tensor_are_prompts(encoder: PromptEncoder) -> None:
+    rows = as_iterable(torch.tensor([[1, 2], [3, 4]]))
+    assert isinstance(rows, list)
+    checked = check_all(rows, SamplingParams(), encoder.encode, any_params)
+    assert [prompt.ids.tolist() for prompt in checked] == [[1, 2], [3, 4]]
+
+
+def test_lazily_nothing_is_read_ahead(encoder: PromptEncoder) -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[str]:
+        for number in itertools.count():
+            read.append(number)
+            yield "ab"
+
+    pulled = check_lazily(source(), SamplingParams(), encoder.encode, any_params)
+    assert [next(pulled).index for _ in range(3)] == [0, 1, 2]
+    assert read == [0, 1, 2]
+
+
+def test_lazily_only_the_prompt_that_is_too_long_fails(encoder: PromptEncoder) -> None:
+    texts = ["x" * length for length in (14, 15, 16, 17, 1)]
+    got = list(check_lazily(iter(texts), SamplingParams(), encoder.encode, any_params))
+    assert [len(item.ids) for item in got if not isinstance(item, tuple)] == [14, 15, 1]
+    errors = [str(item[1]) for item in got if isinstance(item, tuple)]
+    assert "has 16 tokens and max_model_len is 16" in errors[0]
+    assert "has 17 tokens and max_model_len is 16" in errors[1]
 
 
 def test_rows_of_an_array_are_checked_at_once(encoder: PromptEncoder) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, Request
 from fastdecode_rdma.errors import FastDecodeError, SamplingError
 from fastdecode_rdma.sampling import SampledTokens
@@ -46,20 +48,22 @@ def accept_token(
         token_id=token_id,
         text=text,
         logprob=None if sampled.logprobs is None else sampled.logprobs[row],
-        top_logprobs=_top_logprobs(sampled, row, options),
+        top_logprobs=_top_logprobs(
+            sampled, row, options.decode_token if params.detokenize else None
+        ),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
     )
 
 
 def _top_logprobs(
-    sampled: SampledTokens, row: int, options: EngineOptions
+    sampled: SampledTokens, row: int, decode_token: Callable[[int], str] | None
 ) -> dict[int, Logprob] | None:
     """The row's top log-probabilities with the text of each token."""
     top = None if sampled.top_logprobs is None else sampled.top_logprobs[row]
-    if top is not None and options.decode_token is not None:
+    if top is not None and decode_token is not None:
         for token_id, logprob in top.items():
-            logprob.decoded_token = options.decode_token(token_id)
+            logprob.decoded_token = decode_token(token_id)
     return top
 
 
