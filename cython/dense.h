@@ -21,6 +21,9 @@
 
 #define DENSE_MR 6       /* 6 x 16 accumulators + 2 weight vectors + 1 broadcast fill 15 of 16 registers */
 #define DENSE_KC 256     /* 16 x 256 x 4 B = 16 KiB: half an L1 cache */
+#define DENSE_GROUP 8    /* panels that share a pass over the activations: 64 KiB of sums */
+#define DENSE_L2_FLOATS (48 << 10)
+#define DENSE_FETCH_ROWS 4 /* with fewer rows the loads themselves keep memory busy */
 #define DENSE_MBLOCK 128 /* rows per pass: their accumulators (8 KiB) and activations stay in L1 and L2 */
 
 enum { DENSE_FP32 = 0, DENSE_BF16 = 1 };

@@ -33,7 +33,8 @@ static void DENSE(attend_panel)(const float *x, int64_t x_stride, int64_t rows, 
     int64_t num_tiles = (rows + DENSE_MR - 1) / DENSE_MR;
     for (int64_t t = 0; t < num_tiles; t++) {
         int64_t low = rows * t / num_tiles, high = rows * (t + 1) / num_tiles;
-        DENSE(any_tile)((int)(high - low), DENSE_FP32, x + low * x_stride, x_stride, panel, k, acc + 16 * low, first);
+        DENSE(any_tile)((int)(high - low), DENSE_FP32, x + low * x_stride, x_stride, panel, k, acc + 16 * low, first,
+                        NULL);
     }
 }
 
