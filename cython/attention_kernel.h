@@ -13,6 +13,8 @@ typedef struct {
     int64_t base;            /* first position of the segment */
     size_t k_offset, v_offset; /* of this layer and head inside a block */
     int dtype;
+    const char *next;        /* K rows that this thread reads after this segment, fetched during its last V rows */
+    int next_rows;
 } ISA(view);
 
 /* Tokens of one query vector inside the segment, [lo, hi) relative to its base. */
@@ -189,7 +191,12 @@ FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const IS
     for (int b = spans[0].lo / step * step; b < end; b += step) {
         const char *v = ISA(row)(view, b) + view->v_offset, *ahead = v;
         int ahead_rows = (int)fd_max(0, fd_min(step, end - b - step));
-        if (ahead_rows) ahead = ISA(row)(view, b + step) + view->v_offset;
+        if (ahead_rows) {
+            ahead = ISA(row)(view, b + step) + view->v_offset;
+        } else if (view->next_rows) {
+            ahead = view->next;
+            ahead_rows = (int)fd_min(step, view->next_rows);
+        }
         if (dtype == FD_INT8) ISA(scale_weights)(v, row, b, n, spans, weights);
         if (dtype == FD_INT4) {
             ISA(unpack_int4)(unpacked, v, stored, (int)fd_min(step, end - b), dim, ahead, ahead_rows);

@@ -2,6 +2,8 @@
 
 typedef struct {
     float *q, *acc, *merged, *scores, *row;
+    const char *next; /* see view */
+    int next_rows;
     float maxima[FD_VECTORS], sums[FD_VECTORS], merged_max[FD_VECTORS], merged_sum[FD_VECTORS];
 } ISA(scratch);
 
@@ -66,7 +68,7 @@ static void ISA(run_segment)(const fd_job *job, const fd_unit *unit, const fd_en
     if (*begin == *end) return;
     size_t k_offset = job->layer_index * group->layer_bytes + kv_head * group->head_bytes;
     ISA(view) view = {group, &entry->seq->lists[job->group_index], base, k_offset, k_offset + group->side_bytes,
-                      job->ctx->kv_dtype};
+                      job->ctx->kv_dtype, s->next, s->next_rows};
     const int b = *begin;
     ISA(segment)(&view, *end - b, spans + b, job->ctx->softcap, s->q + b * group->head_dim, s->scores, s->maxima + b,
                  s->sums + b, s->acc + b * group->head_dim);
@@ -160,6 +162,22 @@ static void ISA(run_unit)(const fd_job *job, const fd_unit *unit, int kv_head, I
     for (int v = begin; v < end; v++) ISA(finish)(job, entry, kv_head, v, s->sums[v], s->acc + v * dim, s->row);
 }
 
+/* First K rows of an item, for the prefetcher: short sequences are over before the hardware sees a stream. */
+static void ISA(look_ahead)(const fd_job *job, int64_t item, ISA(scratch) *s) {
+    const fd_group *group = job->group;
+    const fd_unit *unit = &job->plan->units[item / group->num_kv_heads];
+    const fd_entry *entry = &job->table->entries[unit->entry];
+    s->next_rows = 0;
+    if (unit->segment < 0) return;
+    const int64_t base = (int64_t)unit->segment * FD_SEG, first = entry->kv_len + unit->vec_begin / group->heads_per_kv;
+    const int64_t lo = group->window ? fd_max(base, first - group->window + 1) : base, left = entry->kv_len - lo;
+    if (left < 1) return;
+    s->next = fd_block_at(group, &entry->seq->lists[job->group_index], lo)->data +
+              job->layer_index * group->layer_bytes + item % group->num_kv_heads * group->head_bytes +
+              (size_t)(lo % FD_BLOCK) * group->row_bytes;
+    s->next_rows = (int)fd_min(left, FD_BLOCK - lo % FD_BLOCK);
+}
+
 /* Body of a thread: takes items (unit, KV head), or (entry, KV head) while only writing, from the counter. */
 static void ISA(body)(void *arg, int tid) {
     fd_job *job = arg;
@@ -179,6 +197,8 @@ static void ISA(body)(void *arg, int tid) {
         for (; item < stop; item++) {
             int kv_head = (int)(item % heads);
             if (!job->write_only) {
+                s.next_rows = 0;
+                if (item + 1 < stop) ISA(look_ahead)(job, item + 1, &s);
                 ISA(run_unit)(job, &job->plan->units[item / heads], kv_head, &s);
                 continue;
             }
