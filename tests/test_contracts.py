@@ -41,10 +41,17 @@ class Oracle:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    def top_two(self, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """After each token the two best logits and the largest magnitude [L, 3]; their ids."""
+        key = tuple(ids)
+        if key not in self._known:  # whatever the number of workers, the ids are mostly the same
+            with torch.inference_mode():
+                logits = self.model(input_ids=torch.tensor([key]), use_cache=False).logits[0]
+            values, best = logits.topk(2)
+            self._known[key] = torch.cat([values, logits.abs().amax(1, keepdim=True)], 1), best
+        return self._known[key]
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +64,10 @@ def check_against(oracle: Oracle, outputs: list) -> None:
     excepted = positions = 0
     for output in outputs:
         ids = output.outputs[0].token_ids
-        logits = oracle.logits(output.prompt_token_ids + ids)[len(output.prompt_token_ids) - 1 : -1]
-        top = logits.topk(2).values
-        margin = 2 * RELATIVE_EPSILON * logits.abs().amax(dim=1)
-        clear = top[:, 0] - top[:, 1] > margin
-        assert torch.equal(logits.argmax(1)[clear], torch.tensor(ids)[clear]), output.prompt
+        rows = slice(len(output.prompt_token_ids) - 1, -1)
+        values, best = (part[rows] for part in oracle.top_two(output.prompt_token_ids + ids))
+        clear = values[:, 0] - values[:, 1] > 2 * RELATIVE_EPSILON * values[:, 2]
+        assert torch.equal(best[clear, 0], torch.tensor(ids)[clear]), output.prompt
         excepted += int((~clear).sum())
         positions += len(ids)
     print(f"{excepted} of {positions} positions excepted")
@@ -111,8 +117,8 @@ def test_deterministic_mode_gives_the_same_bits_alone_in_a_batch_and_on_three_wo
     model: str, request: pytest.FixtureRequest, start_workers: Callable[..., list]
 ) -> None:
     path = request.getfixturevalue(model)
-    greedy = SamplingParams(max_tokens=32, temperature=0.0, logprobs=1, ignore_eos=True)
-    drawn = SamplingParams(max_tokens=32, temperature=0.9, top_p=0.95, seed=7, logprobs=1)
+    greedy = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=7, logprobs=1)
     params = [greedy, drawn, greedy, drawn, greedy, drawn, greedy]
     prompts = PROMPTS[:7]
     with deterministic(path, None) as gen:

@@ -143,8 +143,12 @@ def test_cancel_frees_and_tells_who_waits(
     handle = gen.submit("abc", LONG)
     outcomes: list[str] = []
 
+    reads = threading.Event()
+
     def read() -> None:
-        outcomes.append(f"read {sum(1 for _ in handle) > 0}")
+        for _ in handle:
+            reads.set()
+        outcomes.append(f"read {reads.is_set()}")
 
     def wait() -> None:
         try:
@@ -155,7 +159,7 @@ def test_cancel_frees_and_tells_who_waits(
     threads = [threading.Thread(target=read), threading.Thread(target=wait)]
     for thread in threads:
         thread.start()
-    next(iter(handle))
+    assert reads.wait(10)
     assert handle.cancel()
     for thread in threads:
         thread.join(10)

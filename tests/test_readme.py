@@ -56,13 +56,16 @@ def test_the_ci_runs_the_readmes_test_command() -> None:
     assert "README.md" in script and 'bash -c "$(readme_command 2)"' in script
 
 
+@pytest.mark.parametrize("model", ["smollm2_dir", "gemma3_dir"])
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_python_examples_run_as_written(
-    number: int, smollm2_dir: Path, capsys: pytest.CaptureFixture[str]
+    number: int, model: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_example(SCRIPTS[number], smollm2_dir)
+    """The chat of the example goes through the model's own template."""
+    names = run_example(SCRIPTS[number], request.getfixturevalue(model))
     printed = capsys.readouterr().out
-    assert "Paris" in printed or number > 0, printed
+    assert model != "smollm2_dir" or "Paris" in printed, printed
+    assert [len(output.token_ids) > 3 for output in names["result"].outputs] == [True, True]
 
 
 @pytest.fixture(scope="module")
