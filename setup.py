@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -24,6 +25,7 @@ def extension(package: str, stem: str) -> Extension:
 
 
 setup(
+    options={"build_ext": {"parallel": min(os.cpu_count() or 1, 5)}},  # one compiler per extension
     ext_modules=cythonize(
         [
             extension("fastdecode_rdma", "_dense"),
