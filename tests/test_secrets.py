@@ -96,7 +96,9 @@ def test_errors_of_the_library_are_silent_about_it(
     address, finish = worker
     model = tiny_models("llama")
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tokens["wrong"]))
-    for given in (None, tokens["wrong"], tokens["open"], tokens["twice"], RIGHT):
+    raw = bytes.fromhex(RIGHT)
+    in_place = (RIGHT, RIGHT.encode(), raw, bytearray(raw), f"{RIGHT}\0")  # of the file
+    for given in (None, tokens["wrong"], tokens["open"], tokens["twice"], *in_place):
         with pytest.raises(FastDecodeError) as caught:
             Generator.from_pretrained(model, workers=[address], token_file=given)
         report = "".join(traceback.format_exception(caught.value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Mapping, Sequence, Set
@@ -11,10 +10,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastdecode_rdma.config import dtype_name, kv_dtype_name
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.param_checks import explain_unknown, is_integer
 
 RENAMED = {
     "model": "path",
@@ -117,6 +115,10 @@ class GeneratorOptions:
                 )
         if self.token_file is not None:
             as_path("token_file", self.token_file)
+            if self.workers is None:
+                raise ConfigError(
+                    "token_file is for workers: give their addresses, too, or leave it out"
+                )
         if self.device not in (None, "cpu"):
             raise ConfigError(
                 f"device={self.device!r}: this version runs the dense layers on 'cpu' only"
@@ -135,17 +137,12 @@ class GeneratorOptions:
         """Refuses unknown keyword arguments, naming the nearest of ours."""
         if unknown:
             ours = ["path", *(f.name for f in fields(cls)), *TEXT_OPTIONS]
-            raise ConfigError("; ".join(_explain_unknown(name, ours) for name in unknown))
+            hints = {old: f"did you mean {new!r}?" for old, new in RENAMED.items()} | ABSENT
+            raise ConfigError(
+                "; ".join(explain_unknown("unknown argument", n, ours, hints) for n in unknown)
+            )
         assert {f.name for f in fields(cls)} == set(known)
         return cls(**known)
-
-
-def _explain_unknown(name: str, ours: list[str]) -> str:
-    if name in ABSENT:
-        return f"unknown argument {name!r}: {ABSENT[name]}"
-    near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, ours, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {ours}"
-    return f"unknown argument {name!r}; {hint}"
 
 
 def _eos_ids(value: object) -> tuple[int, ...]:
@@ -158,20 +155,21 @@ def _eos_ids(value: object) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in ids)
 
 
-def is_integer(value: object) -> bool:
-    """Whether a value can stand for an integer: Python's or numpy's, no bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def as_path(name: str, value: object) -> Path:
     """Returns an argument as a path, `~` expanded.
 
     Raises:
-        ConfigError: it is no path.
+        ConfigError: it is no path. The text says what it is, never what is in it: a token that was
+            given in place of its file stays unseen.
     """
     text = value if isinstance(value, str) else getattr(value, "__fspath__", lambda: None)()
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"{name} must be a path, got {value!r}")
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{name} must be a path (str or pathlib.Path), got {type(value).__name__}"
+        )
+    if not text or "\0" in text:
+        what = "a text with a NUL character" if text else "an empty text"
+        raise ConfigError(f"{name} must be a path, got {what}")
     return Path(os.path.expanduser(text))
 
 
