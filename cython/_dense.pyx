@@ -15,7 +15,7 @@ cdef extern from "dense.h" nogil:
     void dense_pack(const void *weight, int64_t count, int64_t k, int64_t n0, int weight_type, void *packed)
     int64_t dense_gather(const void *packed, int weight_type, int64_t n, int64_t k, const int64_t *ids,
                          int64_t count, float *out)
-    int DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT
+    int DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT, DENSE_OP_SOFTCAP, DENSE_SOFTCAP_BLOCK
     ctypedef struct dense_attend_job:
         const float *q
         const float *k
@@ -57,6 +57,10 @@ cdef extern from "dense.h" nogil:
         int64_t x_stride
         int kind
         int gated
+    ctypedef struct dense_softcap_job:
+        float *x
+        int64_t n
+        float cap
 
 
 FP32, BF16 = 0, 1
@@ -129,6 +133,15 @@ def activate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t m, int64_t n,
     job.x, job.out, job.n, job.x_stride, job.kind, job.gated = <const float *>x, <float *>out, n, x_stride, kind, gated
     with nogil:
         dense_rows(DENSE_OP_ACT, &job, m, 4 * n, num_threads)
+
+
+def softcap(uintptr_t x, int64_t n, float cap, int num_threads):
+    """x [n] = cap * tanh(x / cap), in place."""
+    cdef dense_softcap_job job
+    job.x, job.n, job.cap = <float *>x, n, cap
+    with nogil:
+        dense_rows(DENSE_OP_SOFTCAP, &job, (n + DENSE_SOFTCAP_BLOCK - 1) // DENSE_SOFTCAP_BLOCK,
+                   DENSE_SOFTCAP_BLOCK, num_threads)
 
 
 def attend(uintptr_t q, int64_t q_stride, uintptr_t k, uintptr_t v, int64_t kv_stride, uintptr_t out,

@@ -28,7 +28,8 @@
 
 enum { DENSE_FP32 = 0, DENSE_BF16 = 1 };
 enum { DENSE_SILU = 0, DENSE_GELU_TANH = 1, DENSE_RELU = 2 };
-enum { DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT };
+enum { DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT, DENSE_OP_SOFTCAP };
+#define DENSE_SOFTCAP_BLOCK 2048 /* a vocabulary's row is many blocks: threads share it */
 
 typedef float v8f __attribute__((vector_size(32)));
 typedef float v8fu __attribute__((vector_size(32), aligned(4), may_alias));
@@ -71,6 +72,12 @@ typedef struct {
     int64_t n, x_stride;
     int kind, gated;
 } dense_act_job;
+
+typedef struct {
+    float *x;
+    int64_t n; /* of all blocks together */
+    float cap;
+} dense_softcap_job;
 
 typedef struct {
     int op;

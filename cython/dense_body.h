@@ -287,6 +287,39 @@ static void DENSE(activate_rows)(const dense_act_job *job, int64_t m0, int64_t m
     }
 }
 
+/* tanh(u) to about 2 ulp; 1 - 2 / (exp(2|u|) + 1) loses the low bits of a small one: a polynomial there. */
+static inline __attribute__((always_inline)) v8f DENSE(tanh8)(v8f u)
+{
+    const v8i sign = (v8i)((v8u){0} + 0x80000000u), s = (v8i)u & sign;
+    v8f a = (v8f)((v8i)u & ~sign), z = a * a;
+    v8f p = (v8f){0} + -0.0057714706f;
+    p = 0.020719152f + z * p;
+    p = -0.0537718065f + z * p;
+    p = 0.133319371f + z * p;
+    p = -0.333333053f + z * p;
+    v8f low = a + a * (z * p), high = 1.0f - 2.0f / (DENSE(exp8)(2.0f * a) + 1.0f);
+    v8i is_low = a < 0.625f, is_nan = u != u;
+    v8i value = ((is_low & (v8i)low) | (~is_low & (v8i)high)) | s;
+    return (v8f)((is_nan & (v8i)u) | (~is_nan & value));
+}
+
+/* x = cap tanh(x / cap), in place, blocks m0 .. m1. Tails go through a padded vector: same bits. */
+static void DENSE(softcap_blocks)(const dense_softcap_job *job, int64_t m0, int64_t m1)
+{
+    int64_t end = m1 * DENSE_SOFTCAP_BLOCK < job->n ? m1 * DENSE_SOFTCAP_BLOCK : job->n;
+    for (int64_t i = m0 * DENSE_SOFTCAP_BLOCK; i < end; i += 8) {
+        int64_t width = end - i < 8 ? end - i : 8;
+        v8f x = {0};
+        if (width == 8) {
+            *(v8fu *)(job->x + i) = job->cap * DENSE(tanh8)(*(const v8fu *)(job->x + i) / job->cap);
+        } else {
+            memcpy(&x, job->x + i, 4 * width);
+            x = job->cap * DENSE(tanh8)(x / job->cap);
+            memcpy(job->x + i, &x, 4 * width);
+        }
+    }
+}
+
 static void DENSE(rows_body)(void *arg, int tid)
 {
     dense_row_loop *loop = (dense_row_loop *)arg;
@@ -299,6 +332,7 @@ static void DENSE(rows_body)(void *arg, int tid)
             case DENSE_OP_NORM: DENSE(norm_rows)((const dense_norm_job *)loop->job, m0, m1); break;
             case DENSE_OP_QKV: DENSE(qkv_rows)((const dense_rows_job *)loop->job, m0, m1); break;
             case DENSE_OP_ACT: DENSE(activate_rows)((const dense_act_job *)loop->job, m0, m1); break;
+            case DENSE_OP_SOFTCAP: DENSE(softcap_blocks)((const dense_softcap_job *)loop->job, m0, m1); break;
         }
     }
 }

@@ -10,7 +10,6 @@ on the batch; deterministic mode therefore uses it alone.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +22,7 @@ from torch import Tensor
 from fastdecode_rdma.config import KVGroup
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.huge_pages import HugePageArena
+from fastdecode_rdma.isa import choose_isa
 from fastdecode_rdma.reference import RopeTable
 
 try:
@@ -73,18 +73,6 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _choose_isa() -> str:
-    """Sets and returns the best instruction set, or the one that FASTDECODE_ISA names."""
-    wanted = os.environ.get("FASTDECODE_ISA", "")
-    if wanted and wanted not in _dense.ISA_NAMES:
-        raise ConfigError(f"FASTDECODE_ISA={wanted!r} is unknown; expected {_dense.ISA_NAMES}")
-    names = [wanted] if wanted else list(reversed(_dense.ISA_NAMES))
-    for name in names:
-        if _dense.set_isa(_dense.ISA_NAMES.index(name)):
-            return name
-    raise ConfigError(f"FASTDECODE_ISA={wanted!r}: this CPU lacks it; unset it or take 'baseline'")
-
-
 class CpuOps:
     """Dense operations in fp32 on the CPU. All tensors are contiguous and row-major.
 
@@ -97,7 +85,7 @@ class CpuOps:
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
         self.deterministic = deterministic
-        self.isa = _choose_isa()
+        self.isa = choose_isa(lambda isa: _dense.set_isa(_dense.ISA_NAMES.index(isa)))
         self.compute_dtype = torch.float32
         self.gemm_choices: dict[tuple[int, int, str], GemmChoice] = {}
         self._arena = HugePageArena()
@@ -279,6 +267,11 @@ class CpuOps:
         """x *= factor, in place; by numpy, as add_."""
         total = x.numpy()
         np.multiply(total, np.float32(factor), out=total)
+        return x
+
+    def softcap_(self, x: Tensor, cap: float) -> Tensor:
+        """x = cap * tanh(x / cap), in place; x is contiguous, of any shape."""
+        _dense.softcap(x.data_ptr(), x.numel(), cap, self.num_threads)
         return x
 
     def qkv_rows(

@@ -114,6 +114,10 @@ class ReferenceOps:
         """Multiplies x by a number in place and returns x."""
         return x.mul_(factor)
 
+    def softcap_(self, x: Tensor, cap: float) -> Tensor:
+        """Sets x to cap * tanh(x / cap) in place and returns x."""
+        return x.div_(cap).tanh_().mul_(cap)
+
     def add_rms_norm(
         self,
         x: Tensor,  # [T, H]

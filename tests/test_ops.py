@@ -246,6 +246,22 @@ def test_the_wait_for_spinning_threads_has_an_end(monkeypatch: pytest.MonkeyPatc
     assert 0.1 <= time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 5000), (1, 262_145)])
+def test_softcap_is_tanh_and_keeps_what_is_no_number(ops: CpuOps, shape: tuple[int, int]) -> None:
+    """Small values too, relative to themselves: logits near 0 differ by their low bits only."""
+    x = torch.randn(shape) * torch.logspace(-6, 3, shape[1])
+    x[:, 0] = 0.0
+    whole = ops.softcap_(x.clone(), 30.0)
+    exact = ORACLE.softcap_(x.double(), 30.0)
+    # x / cap, tanh and the product round once each, tanh itself errs by 2 to 3 eps
+    assert ((whole.double() - exact).abs() <= 5 * EPS * exact.abs()).all()
+    row = ops.softcap_(x[-1:].clone(), 30.0)
+    assert torch.equal(row[0], whole[-1])  # whatever is beside it
+    odd = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1e30, -0.0]])
+    capped = ops.softcap_(odd, 30.0)[0]
+    assert capped[0].isnan() and capped[1:].tolist() == [30.0, -30.0, 30.0, 0.0]
+
+
 def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTDECODE_ISA", "sse9")
     with pytest.raises(ConfigError, match="'sse9' is unknown"):

@@ -16,10 +16,12 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 PACKAGE = CHECKOUT / "fastdecode_rdma"
 
 LAYERS = [
-    {"errors", "config", "param_checks", "sequence", "stats", "wire", "__init__"},
+    {"errors", "config", "isa", "param_checks", "sequence", "stats", "wire", "__init__"}
+    | {"json_files", "command_line"},
     {"transport", "worker", "attention"},
     {"text_decoders", "detokenizer", "chat", "chat_template", "tokenizer_files", "huge_pages"},
-    {"reference", "ops", "tokenizer", "logit_rules", "sampling", "prompt_logprobs", "scheduler"},
+    {"reference", "ops", "tokenizer", "logit_rules", "logprobs", "sampling", "prompt_logprobs"},
+    {"scheduler"},
     {"models"},
     {"engine", "prompts", "stream", "results", "requests", "inbox", "handles"},
     {"generator"},

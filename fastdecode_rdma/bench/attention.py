@@ -23,8 +23,9 @@ from fastdecode_rdma import _team
 from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.huge_pages import HugePageArena
+from fastdecode_rdma.isa import ISAS
 from fastdecode_rdma.worker import _attention
-from fastdecode_rdma.worker.attention import BLOCK_TOKENS, ISAS, select_isa
+from fastdecode_rdma.worker.attention import BLOCK_TOKENS, select_isa
 from fastdecode_rdma.worker.kv_dtypes import KV_DTYPES
 from fastdecode_rdma.worker.session import AttentionSession, MemoryBudget
 

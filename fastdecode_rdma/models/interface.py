@@ -55,6 +55,8 @@ class Ops(Protocol):
 
     def scale_(self, x: Tensor, factor: float) -> Tensor: ...
 
+    def softcap_(self, x: Tensor, cap: float) -> Tensor: ...
+
     def add_rms_norm(
         self,
         x: Tensor,

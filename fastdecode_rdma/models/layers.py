@@ -254,4 +254,4 @@ class DecoderModel(ABC):
         """Returns the logits [R, V] of hidden states x [R, H]; may be a workspace."""
         logits = self.ops.linear(self.final_norm(x), self.head)
         softcap = self.config.final_softcap
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+        return logits if softcap is None else self.ops.softcap_(logits, softcap)

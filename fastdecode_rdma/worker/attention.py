@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from fastdecode_rdma.config import AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.isa import ISAS, choose_isa
 from fastdecode_rdma.worker.kv_dtypes import kv_dtype
 
 try:
@@ -22,11 +21,6 @@ NUM_TABLES: int = _attention.NUM_TABLES
 RING_SLACK = 64
 """Tokens that a window group keeps beyond its window, so that a step can shorten a sequence."""
 
-ISAS = ("avx2", "baseline")
-"""Instruction sets with a kernel of their own, best first; avx2 means AVX2, FMA and F16C."""
-
-ISA_VARIABLE = "FASTDECODE_ISA"
-
 
 def available_isas() -> tuple[str, ...]:
     """Returns the instruction sets that this build has and this CPU can run, best first."""
@@ -39,16 +33,7 @@ def select_isa(requested: str | None = None) -> str:
     Raises:
         ConfigError: the name is unknown, or this CPU cannot run it.
     """
-    source = "isa" if requested else ISA_VARIABLE
-    name = requested or os.environ.get(ISA_VARIABLE)
-    usable = available_isas()
-    if not name:
-        return usable[0]
-    if name not in ISAS:
-        raise ConfigError(f"{source}={name!r} is unknown; expected one of {ISAS}")
-    if name not in usable:
-        raise ConfigError(f"{source}={name!r} cannot run on this CPU; it can run {usable}")
-    return name
+    return choose_isa(lambda isa: isa in available_isas(), requested)
 
 
 def ring_blocks(group: KVGroup) -> int:

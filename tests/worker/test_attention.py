@@ -13,10 +13,9 @@ import pytest
 
 from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.isa import ISA_VARIABLE, ISAS
 from fastdecode_rdma.worker import _attention
 from fastdecode_rdma.worker.attention import (
-    ISA_VARIABLE,
-    ISAS,
     SEGMENT_TOKENS,
     available_isas,
     max_rows_per_entry,
