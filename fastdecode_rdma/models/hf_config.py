@@ -19,22 +19,22 @@ GATED = ("silu", "gelu_tanh", "gelu")
 PLAIN = ("relu", "gelu", "gelu_tanh")
 """Activations of gated and of plain MLPs."""
 
-_FOREIGN = (
-    "attention_multiplier",
-    "attn_logit_softcapping",
-    "clip_qkv",
-    "embedding_multiplier",
-    "final_logit_softcapping",
-    "layer_rope_theta",
-    "logits_scaling",
-    "no_rope_layers",
-    "query_pre_attn_scalar",
-    "residual_multiplier",
-    "rope_interleaved",
-    "use_bidirectional_attention",
-)
-"""Keys that change the arithmetic: an error where a family does not list them in its defaults and
-the value is not a neutral one."""
+_FOREIGN: Mapping[str, tuple[Any, ...]] = {
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (0,),
+    "layer_rope_theta": ([],),
+    "logits_scaling": (1,),
+    "no_rope_layers": ([],),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,),
+}
+"""Keys that change the arithmetic, and the values that leave it alone, besides null: any other is
+an error where a family does not list the key in its defaults."""
 
 Bias = bool | str
 """Whether a family's matrices have biases: always, never, or as the key of that name says."""
@@ -76,13 +76,7 @@ class Family:
 
 def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
     """Decoders with RMSNorm, rotary positions and a gated MLP."""
-    for key in _FOREIGN:
-        value = keys.get(key)
-        is_neutral = value is not True and value in (None, False, 0, 1, [])
-        if key not in family.defaults and not is_neutral:
-            raise ConfigError(
-                f"{key} {value!r} is not supported with model_type {family.model_type!r}"
-            )
+    _refuse_foreign(keys, family)
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     head_dim = keys.optional_integer("head_dim") or divide(hidden, heads)
     kinds = family.layers(keys)
@@ -97,7 +91,6 @@ def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
         for kind in kinds
         if kind.rope is not None
     }
-    scalar = keys.optional_number("query_pre_attn_scalar") or head_dim
     lengths = _lengths(keys, ropes, family)
     longest = lengths["longest_model_len"]
     return {
@@ -108,7 +101,8 @@ def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
         "head_dim": head_dim,
         "activation": keys.activation(family.activation_key, GATED, family.activations),
         "norm_eps": keys.number("rms_norm_eps"),
-        "scale": keys.optional_number("attention_multiplier") or scalar**-0.5,
+        "scale": keys.optional_number("attention_multiplier")
+        or (keys.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5,
         # A window that no sequence outgrows is none: its layers share the cache of the others.
         "windows": tuple(
             None if kind.window is None or kind.window >= longest else kind.window for kind in kinds
@@ -126,14 +120,15 @@ def read_rope_decoder(keys: Keys, family: Family) -> dict[str, Any]:
         else keys.optional_number("embedding_multiplier") or 1.0,
         "residual_scale": keys.optional_number("residual_multiplier") or 1.0,
         "logits_scale": 1.0 / (keys.optional_number("logits_scaling") or 1.0),
-        "attn_softcap": keys.nullable_number("attn_logit_softcapping"),
-        "final_softcap": keys.nullable_number("final_logit_softcapping"),
+        "attn_softcap": _softcap(keys, family, "attn_logit_softcapping"),
+        "final_softcap": _softcap(keys, family, "final_logit_softcapping"),
         **lengths,
     }
 
 
 def read_opt(keys: Keys, family: Family) -> dict[str, Any]:
     """OPT: learned positions, LayerNorm, a plain MLP."""
+    _refuse_foreign(keys, family)
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     head_dim, num_layers = divide(hidden, heads), keys.integer("num_hidden_layers")
     bias, norm_before = keys.flag("enable_bias"), keys.flag("do_layer_norm_before")
@@ -158,6 +153,25 @@ def read_opt(keys: Keys, family: Family) -> dict[str, Any]:
         "norm_affine": keys.flag("layer_norm_elementwise_affine"),
         "final_norm": norm_before and not keys.flag("_remove_final_layer_norm"),
     }
+
+
+def _refuse_foreign(keys: Keys, family: Family) -> None:
+    for key, neutral in _FOREIGN.items():
+        value = keys.get(key)
+        if key in family.defaults or value is None:
+            continue
+        # True and False equal 1 and 0, and are not meant by them.
+        if not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+        ):
+            raise ConfigError(
+                f"{key} {value!r} is not supported with model_type {family.model_type!r}"
+            )
+
+
+def _softcap(keys: Keys, family: Family, key: str) -> float | None:
+    """A family that has no softcap may be told so by a 0."""
+    return keys.nullable_number(key) if key in family.defaults else None
 
 
 def _bias(keys: Keys, rule: Bias) -> bool:

@@ -210,6 +210,49 @@ def test_model_type_stands_in_for_architectures():
     assert read(OPT, architectures=[]).module == "opt"
 
 
+GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16}
+ARITHMETIC = {
+    "attention_multiplier": ([], GRANITE, "scale", lambda value: value),
+    "attn_logit_softcapping": ([0], GEMMA2, "attn_softcap", lambda value: value),
+    "clip_qkv": ([], None, None, None),
+    "embedding_multiplier": ([1], GRANITE, "embed_scale", lambda value: value),
+    "final_logit_softcapping": ([0], GEMMA2, "final_softcap", lambda value: value),
+    "layer_rope_theta": ([], None, None, None),
+    "logits_scaling": ([1], GRANITE, "logits_scale", lambda value: 1 / value),
+    "query_pre_attn_scalar": ([], GEMMA2, "scale", lambda value: value**-0.5),
+    "residual_multiplier": ([1], GRANITE, "residual_scale", lambda value: value),
+    "rope_interleaved": ([False], None, None, None),
+    "use_bidirectional_attention": ([False], None, None, None),
+}
+"""Keys that change the arithmetic: values that do not; a family with the key; field and meaning."""
+
+
+@pytest.mark.parametrize("value", [0, 1, None, 2, False, True])
+@pytest.mark.parametrize("key", ARITHMETIC)
+@pytest.mark.parametrize("base", [LLAMA, OPT], ids=["llama", "opt"])
+def test_a_family_without_a_key_takes_only_what_changes_nothing(base, key, value):
+    neutral = [None, *ARITHMETIC[key][0]]
+    if any(value is one for one in neutral):
+        assert read(base, **{key: value}) == read(base)
+    else:
+        with pytest.raises(ConfigError, match=f"^{key} {value} is not supported with model_type"):
+            read(base, **{key: value})
+
+
+@pytest.mark.parametrize("key", [key for key, row in ARITHMETIC.items() if row[1] is not None])
+def test_a_family_with_the_key_means_each_value(key):
+    _, base, field, meaning = ARITHMETIC[key]
+    for value in (1, 2):
+        assert getattr(read(base, **{key: value}), field) == meaning(value)
+    null = getattr(read(base, **{key: None}), field)
+    assert null == (None if field.endswith("softcap") else getattr(read(base), field))
+    with pytest.raises(ConfigError, match=f"^{key} must be positive, got 0"):
+        read(base, **{key: 0})
+    with pytest.raises(ConfigError, match=f"^{key} must be a number, got True"):
+        read(base, **{key: True})
+
+
 REFUSED = {
     "architecture": (LLAMA, {"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not"),
     "architecture_nested": (LLAMA, {"architectures": [["Llama"]]}, "'Llama'.* is not supported"),
