@@ -11,16 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from fastdecode_rdma.engine.loop import EngineLoop
-from fastdecode_rdma.engine.options import (
-    GeneratorOptions,
-    as_path,
-    is_integer,
-    resolve_model_dir,
-)
+from fastdecode_rdma.engine.options import GeneratorOptions, as_path, resolve_model_dir
 from fastdecode_rdma.engine.report import take_stats
 from fastdecode_rdma.engine.setup import EngineParts, build_engine
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.handles import AsyncEventStream, RequestHandle
+from fastdecode_rdma.param_checks import is_integer
 from fastdecode_rdma.prompts import Prompt, PromptEncoder, is_single_prompt
 from fastdecode_rdma.requests import RequestFactory
 from fastdecode_rdma.results import ResultCollector

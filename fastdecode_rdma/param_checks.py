@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from fastdecode_rdma.errors import ConfigError
@@ -16,6 +17,10 @@ MAX_LOGIT_BIAS = 100.0
 _LIMITS = "it is not supported (see the limits in README.md)"
 _BEAMS = "beam search is not supported (see the limits in README.md)"
 _PROCESSOR = f"{_LIMITS}; a callable in logits_processors can do it"
+_NOT_SAMPLING = "nothing depends on it here; leave it out"
+_DRAFTS = "speculative decoding is not supported (see the limits in README.md)"
+_CACHE = "the KV-cache is the workers': see kv_cache_dtype and max_model_len of the Generator"
+_STATES = "hidden states and attention weights are not returned"
 HINTS = {
     "max_new_tokens": "use max_tokens",
     "max_length": "use max_tokens (it counts new tokens only)",
@@ -37,9 +42,18 @@ HINTS = {
     "top_logprobs": "use logprobs",
     "output_scores": "use logprobs",
     "output_logits": "use logprobs",
+    "max_time": "call cancel() or close(), or leave the loop, when the time is up",
+    "pad_token_id": "nothing is padded; leave it out",
+    "bos_token_id": "the tokenizer puts it before the prompt; leave it out",
+    "decoder_start_token_id": "only decoder-only models are supported; leave it out",
+    "return_dict_in_generate": "generate() streams events, complete() returns RequestOutput",
+    "prefill_chunk_size": "see max_num_batched_tokens of the Generator",
+    "token_healing": "cut the prompt's last token before the call",
+    "renormalize_logits": "log-probabilities are normalised always; leave it out",
     "best_of": "use n and choose among the outputs",
     "num_beams": _BEAMS,
     "num_beam_groups": _BEAMS,
+    "beam_width": _BEAMS,
     "diversity_penalty": _BEAMS,
     "use_beam_search": _BEAMS,
     "length_penalty": _BEAMS,
@@ -56,17 +70,37 @@ HINTS = {
             "encoder_repetition_penalty", "exponential_decay_length_penalty", "typical_p",
             "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma", "penalty_alpha",
             "guidance_scale", "thinking_token_budget", "forced_bos_token_id",
-            "forced_eos_token_id", "watermarking_config",
+            "forced_eos_token_id", "watermarking_config", "encoder_no_repeat_ngram_size",
+            "remove_invalid_values", "xtc_probability", "dry_multiplier", "mirostat",
         ),
         _PROCESSOR,
+    ),
+    **dict.fromkeys(
+        (
+            "assistant_model", "assistant_confidence_threshold", "assistant_early_exit",
+            "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind",
+            "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+            "prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "use_mtp",
+        ),
+        _DRAFTS,
+    ),
+    **dict.fromkeys(
+        ("use_cache", "cache_implementation", "cache_config", "max_cache_len"), _CACHE
+    ),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "extra_output_flags"), _STATES),
+    **dict.fromkeys(
+        (
+            "compile_config", "disable_compile", "continuous_batching_config", "low_memory",
+            "transformers_version", "request_id", "priority", "arrival_time",
+        ),
+        _NOT_SAMPLING,
     ),
     **dict.fromkeys(
         (
             "extra_args", "flat_logprobs", "stream_interval", "skip_clone",
             "skip_reading_prefix_cache", "repetition_detection", "trace_decode_token_ids",
             "routed_experts_prompt_start", "prompt_logprob_start", "output_text_buffer_length",
-            "force_words_ids", "constraints", "assistant_model", "prompt_lookup_num_tokens",
-            "mirostat", "xtc_probability", "dry_multiplier",
+            "force_words_ids", "constraints", "dola_layers",
         ),
         _LIMITS,
     ),
@@ -74,18 +108,26 @@ HINTS = {
 """Names of vLLM, transformers and others that we lack -> what to do."""
 
 
-def explain_unknown(name: object, known: Sequence[str]) -> str:
-    """Returns what to say of a keyword that is none."""
-    if name in HINTS:
-        return f"SamplingParams has no {name!r}: {HINTS[name]}"
+def explain_unknown(what: str, name: object, known: Sequence[str], hints: Mapping[str, str]) -> str:
+    """Returns what to say of a name that is none of `known`; `what` introduces it, and `hints` has
+    names of other libraries."""
+    if name in hints:
+        return f"{what} {name!r}: {hints[name]}"
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    nearest = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
-    return f"SamplingParams has no {name!r}: {nearest}"
+    nearest = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
+    return f"{what} {name!r}: {nearest}"
 
 
-def _is_int(value: Any) -> bool:
-    # bool is an int to Python, numpy's integers are not: accept what indexes, refuse True.
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def explain_unknown_params(names: Iterable[object], known: Sequence[str]) -> str:
+    """Returns what to say of keywords that SamplingParams has not."""
+    return "; ".join(explain_unknown("SamplingParams has no", name, known, HINTS) for name in names)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer of Python or numpy. No bool, and no array or tensor of one
+    element: that is a list."""
+    is_plain = type(value) is int  # by far the most, and token ids come by the million
+    return is_plain or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -100,7 +142,7 @@ def check_int(
     """Raises ConfigError unless the value is an integer from low to high, both included."""
     if value is None and optional:
         return
-    if not _is_int(value):
+    if not is_integer(value):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
     if value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
@@ -146,7 +188,7 @@ def token_ids(name: str, values: Any) -> tuple[int, ...]:
         raise ConfigError(f"{name} must be a list of token ids, got {values!r}")
     ids = tuple(values)
     for token_id in ids:
-        if not _is_int(token_id) or token_id < 0:
+        if not is_integer(token_id) or token_id < 0:
             raise ConfigError(f"{name} must hold token ids, got {token_id!r}")
     return tuple(dict.fromkeys(int(token_id) for token_id in ids))
 
@@ -175,7 +217,7 @@ def bad_words(values: Any) -> tuple[str | tuple[int, ...], ...]:
             words.append(word)
         elif isinstance(word, Iterable) and not isinstance(word, (bytes, Mapping)):
             ids = tuple(word)
-            if not ids or not all(_is_int(token_id) and token_id >= 0 for token_id in ids):
+            if not ids or not all(is_integer(token_id) and token_id >= 0 for token_id in ids):
                 raise ConfigError(
                     f"bad_words: a list must hold token ids and not be empty, got {word!r}"
                 )
@@ -194,7 +236,7 @@ def logit_bias(values: Any) -> dict[int, float] | None:
     biases: dict[int, float] = {}
     for key, bias in values.items():
         is_text_id = isinstance(key, str) and key.isascii() and key.isdigit()
-        if not is_text_id and (not _is_int(key) or key < 0):
+        if not is_text_id and (not is_integer(key) or key < 0):
             raise ConfigError(f"logit_bias must have token ids as keys, got {key!r}")
         check_number(f"logit_bias[{key}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
         if int(key) in biases:

@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdecode_rdma.chat import Chat, shortened
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.param_checks import is_integer
 from fastdecode_rdma.sequence import SamplingParams
 from fastdecode_rdma.tokenizer import Tokenizer
 
@@ -38,7 +39,7 @@ def is_single_prompt(prompts: object) -> bool:
     if isinstance(prompts, (list, tuple)) and prompts:
         if all(isinstance(p, Mapping) for p in prompts):
             return not all(is_single_prompt(p) and "role" not in p for p in prompts)
-        return all(_is_int(p) for p in prompts)
+        return all(is_integer(p) for p in prompts)
     return False
 
 
@@ -66,10 +67,6 @@ def as_iterable(prompts: object) -> Iterable[Any]:
             + _bytes_hint(prompts)
         )
     return prompts
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _is_array(value: object) -> bool:
@@ -153,7 +150,7 @@ class PromptEncoder:
                 raise ConfigError("a chat is a list of messages, all of them dicts")
             return self._encode_chat(Chat(prompt))
         for place, value in enumerate(prompt):
-            if not _is_int(value):
+            if not is_integer(value):
                 raise ConfigError(
                     f"token ids must be integers, got {type(value).__name__} at place {place}"
                 )

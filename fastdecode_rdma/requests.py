@@ -44,7 +44,7 @@ class RequestFactory:
         self._parts = parts
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._seeds = random.Random(int(seed)) if seed is not None else random.SystemRandom()
         self._rules = RuleCompiler(
             vocab_size=encoder.vocab_size,
             eos_ids=parts.engine.options.eos_token_ids,

@@ -91,7 +91,7 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         unknown = [name for name in kwargs if name not in known]
         if unknown:
-            raise ConfigError("; ".join(check.explain_unknown(name, known) for name in unknown))
+            raise ConfigError(check.explain_unknown_params(unknown, known))
         return super().__new__(cls)
 
     @classmethod
@@ -108,7 +108,7 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         unknown = [name for name in values if name not in known]
         if unknown:
-            raise ConfigError("; ".join(check.explain_unknown(name, known) for name in unknown))
+            raise ConfigError(check.explain_unknown_params(unknown, known))
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def __post_init__(self) -> None:

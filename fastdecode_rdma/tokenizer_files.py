@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from tokenizers import decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.json_files import read_json
+from fastdecode_rdma.param_checks import is_integer
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -33,9 +34,9 @@ class TokenizerFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._config = _read_json(directory / "tokenizer_config.json")
+        self._config = _read_optional(directory / "tokenizer_config.json")
         self.special_tokens = _special_tokens(
-            self._config, _read_json(directory / "special_tokens_map.json")
+            self._config, _read_optional(directory / "special_tokens_map.json")
         )
 
     def load_backend(self) -> tokenizers.Tokenizer | None:
@@ -128,7 +129,7 @@ class TokenizerFiles:
         """
         ids: list[int] = []
         for name in ("config.json", "generation_config.json"):
-            values = _read_json(self.directory / name)
+            values = _read_optional(self.directory / name)
             text = values.get("text_config")
             for part in (values, text if isinstance(text, Mapping) else {}):
                 try:
@@ -166,7 +167,7 @@ class TokenizerFiles:
             return templates
         value = self._config.get("chat_template")
         if value is None:
-            value = _read_json(self.directory / "chat_template.json").get("chat_template")
+            value = _read_optional(self.directory / "chat_template.json").get("chat_template")
         if isinstance(value, list):  # several, by name
             named = [entry for entry in value if isinstance(entry, dict)]
             value = {entry.get("name"): entry.get("template") for entry in named}
@@ -188,20 +189,14 @@ def id_list(value: int | Sequence[int] | None) -> list[int]:
         return []
     ids = list(value) if isinstance(value, (list, tuple)) else [value]
     for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
+        if not is_integer(token_id):
             raise ConfigError(f"eos_token_id must be an integer or a list of them, got {value!r}")
     return ids
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_optional(path: Path) -> dict[str, Any]:
     """Returns a JSON object, empty when there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, OSError) as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from exc
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
@@ -219,5 +214,5 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as exc:
+    except (OSError, ValueError) as exc:  # no UTF-8, or a zero byte in its name
         raise ConfigError(f"the chat template {path} cannot be read: {exc}") from exc

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fastdecode_rdma"
-COMMANDS = {"cli", "doctor", "terminal", "batch", "bench"}
+COMMANDS = {"cli", "command_line", "doctor", "terminal", "batch", "bench"}
 """Rooms of the command line, besides modules `*command`: their business is to print."""
 
 

@@ -28,6 +28,13 @@ def assert_silent(text: str) -> None:
             assert form not in text
 
 
+def options_of(command: str) -> dict[str, str]:
+    """The options of a command and their help."""
+    parser = argparse.ArgumentParser()
+    import_module(f"fastdecode_rdma.{cli.COMMANDS[command][0]}").add_arguments(parser)
+    return {name: str(act.help) for act in parser._actions for name in act.option_strings}
+
+
 @pytest.fixture
 def tokens(tmp_path: Path) -> dict[str, Path]:
     paths = {"right": tmp_path / "right", "wrong": tmp_path / "wrong", "open": tmp_path / "open"}
@@ -70,15 +77,23 @@ def test_commands_and_worker_are_silent_about_it(
     status = ["status", "--workers", address]
     generate = ["generate", "--model", model, "--prompt", "x", "--workers", address]
     demo = ["demo", "--model", model, "--workers", address]
+    own_worker = ["demo", "--model", model]  # one that the command itself starts
+    serve = ["worker", "--listen", "127.0.0.1:0"]
+    commands = (status, generate, demo, own_worker, serve)
+    assert {command[0] for command in commands} == {
+        name for name in cli.COMMANDS if "--token-file" in options_of(name)
+    }
     failures = 0
-    for command in (status, generate, demo):
-        for given in (None, tokens["wrong"], tokens["open"], tokens["twice"], RIGHT):
+    for command in commands:
+        fine_without = command in (own_worker, serve)  # they need no token at all
+        bad = [tokens["open"], tokens["twice"], RIGHT, f" {RIGHT.upper()}"]
+        for given in [*bad, *([] if fine_without else [None, tokens["wrong"]])]:
             options = [] if given is None else ["--token-file", str(given)]
             assert cli.main([*command, *options]) in (1, 2), (command, given)
             failures += 1
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, RIGHT)
-    for command in (status, generate, ["worker", "--listen", "127.0.0.1:0"]):
-        assert cli.main(command) == 2
+    for command in commands:
+        assert cli.main(command) == 2, command
         failures += 1
     captured = capfd.readouterr()
     assert cli.main([*status, "--token-file", str(tokens["right"])]) == 0
@@ -118,14 +133,9 @@ def test_errors_of_the_library_are_silent_about_it(
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_that_connects_takes_a_token_file(name):
-    parser = argparse.ArgumentParser()
-    import_module(f"fastdecode_rdma.{cli.COMMANDS[name][0]}").add_arguments(parser)
-    options = {option for action in parser._actions for option in action.option_strings}
-    if options & {"--workers", "--listen"}:
-        assert "--token-file" in options
-    for action in parser._actions:
-        if "--token-file" in action.option_strings:
-            assert TOKEN_FILE_VARIABLE in action.help
+    options = options_of(name)
+    if options.keys() & {"--workers", "--listen"}:
+        assert TOKEN_FILE_VARIABLE in options["--token-file"]
 
 
 def test_a_made_token_is_not_shown(tmp_path, capfd):

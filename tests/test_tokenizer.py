@@ -15,6 +15,7 @@ from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.sequence import SamplingParams
 from fastdecode_rdma.tokenizer import Tokenizer
+from fastdecode_rdma.tokenizer_files import TokenizerFiles
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 MakeBackend = Callable[[str], tokenizers.Tokenizer]
@@ -226,6 +227,17 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ConfigError, match="tokenizer_config"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_a_chat_template_that_is_no_text(tmp_path: Path) -> None:
+    files = TokenizerFiles(tmp_path)
+    (tmp_path / "mine.jinja").write_bytes("é".encode("latin-1"))
+    for given in (str(tmp_path / "mine.jinja"), f"{tmp_path}/a\0b"):
+        with pytest.raises(ConfigError, match=f"template {tmp_path}.* cannot be read"):
+            files.chat_templates(given)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read: .*utf-8"):
+        files.chat_templates(None)
 
 
 def test_vocabulary_check(plain: Tokenizer) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from fastdecode_rdma.errors import ConfigError, FastDecodeError, WorkerError
+from fastdecode_rdma.command_line import split_workers
+from fastdecode_rdma.errors import FastDecodeError, WorkerError
 from fastdecode_rdma.transport.address import parse_url
 from fastdecode_rdma.transport.tcp import BlockingConnection, dial
 from fastdecode_rdma.wire import messages as m
@@ -125,9 +126,7 @@ def format_json(reports: Sequence[Report]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what every worker says; returns 1 when one said nothing."""
-    addresses = [address.strip() for address in args.workers.split(",") if address.strip()]
-    if not addresses:
-        raise ConfigError("--workers names no worker")
+    addresses = split_workers(args.workers)
     for address in addresses:
         parse_url(address)  # a typing error is no unreachable worker
     reports = read_reports(addresses, find_token(args.token_file))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.models.hf_keys import read_json
+from fastdecode_rdma.json_files import read_json
 from fastdecode_rdma.sequence import SamplingParams
 
 logger = logging.getLogger(__name__)

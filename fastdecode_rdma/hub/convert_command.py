@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
+from fastdecode_rdma.command_line import unwinding_on_signals
 from fastdecode_rdma.config import DTYPE_BYTES
 from fastdecode_rdma.hub.convert import convert_gguf
 
@@ -36,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         _show(done, total)
 
     try:
-        with _stoppable():
+        with unwinding_on_signals():  # what is half written is removed
             convert_gguf(args.source, args.target, dtype=args.dtype, progress=show)
     except BaseException:
         if is_midway and sys.stderr.isatty():
@@ -50,17 +47,3 @@ def _show(done: int, total: int) -> None:
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\r{done}/{total} tensors", end=end, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Lets SIGTERM unwind, so that what is half written is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

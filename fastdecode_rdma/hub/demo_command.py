@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,13 +11,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+from fastdecode_rdma.command_line import (
+    messages_on_stderr,
+    split_workers,
+    unwinding_on_signals,
+)
 from fastdecode_rdma.errors import ConfigError, WorkerError
 from fastdecode_rdma.hub.demo_models import DEMO_MODELS, demo_model_dir
 from fastdecode_rdma.stats import GeneratorStats
 from fastdecode_rdma.terminal import print_stream
+from fastdecode_rdma.wire.token_file import TOKEN_FILE_VARIABLE, find_token
 
 _CHATS = (
     "What is the capital of France, and what is it known for?",
@@ -79,12 +83,13 @@ def run(args: argparse.Namespace) -> int:
     from fastdecode_rdma.sequence import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
+    workers = None if args.workers is None else split_workers(args.workers)
+    find_token(args.token_file)  # whatever is wrong with it is said before anything is fetched
     model_dir = _model_dir(args.model, args.from_file)
     with ExitStack() as stack:
-        stack.enter_context(_unwinding_on_signals())
-        if args.workers:
-            workers = [address.strip() for address in args.workers.split(",")]
-        else:
+        stack.enter_context(messages_on_stderr())
+        stack.enter_context(unwinding_on_signals())
+        if workers is None:
             workers = [stack.enter_context(local_worker(args.token_file))]
         generator = stack.enter_context(
             Generator.from_pretrained(model_dir, workers=workers, token_file=args.token_file)
@@ -121,34 +126,22 @@ def _log(line: str) -> None:
 
 
 @contextmanager
-def _unwinding_on_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that the worker ends, too."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def local_worker(token_file: str | None = None) -> Iterator[str]:
     """Runs an attention worker process on a free loopback port; yields its address.
 
     Raises:
+        ConfigError: the token file cannot be used.
         WorkerError: it does not start.
     """
+    find_token(token_file)  # here, where a token given in its file's place is not repeated
+    token_file = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="fastdecode-demo-") as scratch:
         ready = Path(scratch) / "ready"
         log = Path(scratch) / "log"
         command = [sys.executable, "-m", "fastdecode_rdma.cli", "worker"]
         command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
-        if token_file is not None:
-            command += ["--token-file", os.path.abspath(token_file)]
+        if token_file:  # the worker runs in another folder
+            command += ["--token-file", os.path.abspath(os.path.expanduser(token_file))]
         # Not in our folder: a checkout there would hide the installed package.
         with log.open("wb") as log_file:
             process = subprocess.Popen(

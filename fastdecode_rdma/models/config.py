@@ -11,7 +11,7 @@ from typing import Any
 
 from fastdecode_rdma.config import KVGroup
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.models.hf_keys import read_json
+from fastdecode_rdma.json_files import read_json
 from fastdecode_rdma.models.hf_model import read_fields
 from fastdecode_rdma.models.rope import RopeSpec
 

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.json_files import read_json
 from fastdecode_rdma.models.config import ModelConfig
-from fastdecode_rdma.models.hf_keys import read_json
 from fastdecode_rdma.reference import TORCH_DTYPES
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,6 +13,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastdecode_rdma.command_line import messages_on_stderr
 from fastdecode_rdma.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -189,14 +190,8 @@ def _write_ready_file(path: Path, line: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until SIGTERM (returns 0) or SIGINT (returns 130)."""
     prepare_environment(os.environ)
-    log = logging.getLogger("fastdecode_rdma")
-    handler = logging.StreamHandler()
-    log.addHandler(handler)
-    log.setLevel(logging.INFO if args.verbose else logging.WARNING)
-    try:
+    with messages_on_stderr(logging.INFO if args.verbose else logging.WARNING):
         return _serve(args)
-    finally:
-        log.removeHandler(handler)
 
 
 def _serve(args: argparse.Namespace) -> int:

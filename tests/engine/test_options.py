@@ -19,7 +19,7 @@ GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"worker": ["a"]}, "unknown argument 'worker'; did you mean 'workers'?"),
+        ({"worker": ["a"]}, "unknown argument 'worker': did you mean 'workers'?"),
         ({"max_seqs": 3}, "did you mean 'max_num_seqs'?"),
         ({"model": "x"}, "did you mean 'path'?"),
         ({"torch_dtype": "x"}, "did you mean 'dtype'?"),
@@ -37,8 +37,8 @@ GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
         ({"eos_token_id": [3, -1]}, "eos_token_id must hold token ids, got -1"),
         ({"eos_token_id": [3, None]}, "eos_token_id must hold token ids, got None"),
         ({"eos_token_id": 300}, "eos_token_id holds 300, which is outside the vocabulary of 300"),
-        ({"qqq": 1, "timeout": 2}, "unknown argument 'qqq'; expected one of ['path', 'workers'"),
-        ({"qqq": 1, "timeout": 2}, "unknown argument 'timeout'; did you mean 'timeout_s'?"),
+        ({"qqq": 1, "timeout": 2}, "unknown argument 'qqq': expected one of path, workers, "),
+        ({"qqq": 1, "timeout": 2}, "unknown argument 'timeout': did you mean 'timeout_s'?"),
         ({"workers": "tcp://h"}, "workers must be a list of addresses, got 'tcp://h'"),
         ({"workers": b"h"}, "workers must be a list of addresses"),
         ({"workers": 5}, "workers must be a list of addresses"),

@@ -72,19 +72,6 @@ def test_interrupted_demo_ends_its_worker(smollm2_dir, tmp_path):
     assert "Traceback" not in output.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_unwind_too(number):
-    before = signal.getsignal(number)
-    with (
-        pytest.raises(SystemExit) as caught,
-        demo_command._unwinding_on_signals(),
-    ):
-        signal.raise_signal(number)
-        time.sleep(5)  # the handler runs before this is over
-    assert caught.value.code == 128 + number
-    assert signal.getsignal(number) is before
-
-
 def test_a_worker_that_cannot_start_is_an_error(monkeypatch, tmp_path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho 'no memory here' >&2\nexit 3\n")
@@ -104,6 +91,19 @@ def test_bad_arguments_are_one_line(capsys, tmp_path):
     assert main(["demo", "--model", str(tmp_path), "--from-file", "x.whl"]) == 2
     assert main(["demo", "--max-tokens", "0"]) == 2
     assert "max_tokens" in capsys.readouterr().err
+    for given in ("", " , "):
+        assert main(["demo", "--workers", given]) == 2
+        assert "--workers names no worker" in capsys.readouterr().err
+
+
+def test_the_token_file_is_the_callers_wherever_the_worker_runs(monkeypatch, tmp_path):
+    (tmp_path / "token").write_text("5a" * 32)
+    (tmp_path / "token").chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+    for given in ("token", None):
+        monkeypatch.setenv("FASTDECODE_TOKEN_FILE", "/nowhere" if given else "token")
+        with demo_command.local_worker(given) as address:
+            assert main(["status", "--workers", address, "--token-file", "token"]) == 0
 
 
 def test_terms_come_first(monkeypatch, capsys, tmp_path):
