@@ -25,7 +25,8 @@ include "pump_server.pxi"
 
 
 cdef class Pump:
-    """Drives every worker of one engine. Ports are numbered in the order they were added.
+    """Drives every worker of one engine. Ports are numbered in the order they were added; a worker that
+    comes back gets the port that was lost under its name.
 
     One thread at a time, except for `mark_lost` and `stats`. After an error that aborts a step, the
     table takes a new `begin` under a new step number; what still arrives of the old one is skipped.
@@ -97,16 +98,21 @@ cdef class Pump:
 
     def add_stream(self, str name, int fd, *, uint64_t epoch, uint32_t latency_slots,
                    uint32_t bulk_slots):
-        """Adds a connected, authenticated socket, which the pump closes; returns the port number."""
+        """Adds a connected, authenticated socket, which the pump closes; returns the port number. It is
+        that of a lost connection of the same name, whose counters go on, or else a new one."""
         if latency_slots < 1 or bulk_slots < 1:
             raise LocalProtocolError("a connection needs at least one slot of each class")
         self._enter(0)
         try:
+            for number in range(self.pump.num_ports):
+                if self.names[number] == name and self.is_lost(number):
+                    port_renew(self.pump.ports[number], fd, epoch, latency_slots, bulk_slots)
+                    return number
             port = self._add(PORT_STREAM, name, None)
+            conn_init(&port.conn, fd, epoch, latency_slots, bulk_slots)
+            return self.pump.num_ports - 1
         finally:
             self._leave()
-        conn_init(&port.conn, fd, epoch, latency_slots, bulk_slots)
-        return self.pump.num_ports - 1
 
     # -- steps --------------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ cdef extern from "pump_steps.h" nogil:
     void pump_abort(fd_pump *, int table)
     void port_set_error(fd_port *, uint16_t table, uint32_t step, int32_t code, const char *text)
     int port_lost(fd_port *)
+    void port_renew(fd_port *, int fd, uint64_t epoch, uint32_t latency, uint32_t bulk)
     int table_live(const port_table *)
     uint64_t pump_deadline(const fd_pump *, uint64_t nbytes)
     void port_doom(fd_port *, const char *reason)

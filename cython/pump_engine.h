@@ -5,6 +5,7 @@
 #define FASTDECODE_PUMP_ENGINE_H
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "entry.h"
 #include "pump_conn.h"
@@ -99,6 +100,28 @@ static int port_lost(fd_port *port) {
         conn_fail(&port->conn, CONN_CLOSED, "%s", port->doom_reason);
     }
     return port->conn.lost;
+}
+
+/* Makes a lost port the next session of the same worker. Its counters go on: what is counted is the worker,
+ * and one that comes and goes for months takes no more memory than one that stays. */
+static void port_renew(fd_port *port, int fd, uint64_t epoch, uint32_t latency_slots, uint32_t bulk_slots) {
+    fd_port fresh;
+    memset(&fresh, 0, sizeof fresh);
+    conn_init(&fresh.conn, fd, epoch, latency_slots, bulk_slots);
+    fresh.kind = port->kind;
+    fresh.messages = port->messages;
+    fresh.kernel_ns = port->kernel_ns;
+    fresh.wait_ns = port->wait_ns;
+    fresh.pump_ns = port->pump_ns;
+    fresh.conn.frames_sent = port->conn.frames_sent;
+    fresh.conn.frames_received = port->conn.frames_received;
+    fresh.conn.bytes_sent = port->conn.bytes_sent;
+    fresh.conn.bytes_received = port->conn.bytes_received;
+    fresh.conn.io_ns = port->conn.io_ns;
+    if (port->conn.fd >= 0) close(port->conn.fd);
+    for (int t = 0; t < FD_MAX_TABLES; t++) free(port->tables[t].entries);
+    free(port->cold);
+    memcpy(port, &fresh, sizeof fresh);
 }
 
 /* From another thread, under the GIL: the reason first, then the flag that publishes it. */

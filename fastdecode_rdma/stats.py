@@ -73,7 +73,8 @@ class HistogramStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """One attention worker, as this generator sees it. A worker that was lost and came back is two.
+    """One attention worker, as this generator sees it. If it was lost and has come back, it has the
+    number and the counters that it had.
 
     worker: its number. address: where it listens, or "embedded". transport: "tcp", "loopback".
     is_alive: whether it takes part.
@@ -124,7 +125,7 @@ class GeneratorStats:
     dense_s, attention_s, transport_s, python_s: seconds of the engine thread in the model's layers,
         in the attention kernel (as the busiest worker reports it), in the rest of the exchange, and
         in scheduling, sampling and bookkeeping; prefill_s: of prompts, whatever in.
-    workers: every worker there ever was. gemm: which library multiplies which shape. isa: the
+    workers: all of them, lost ones too. gemm: which library multiplies which shape. isa: the
         instruction set of our kernels. notes: what was decided at the start and may surprise.
     """
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastdecode_rdma import FastDecodeError, Generator, GeneratorStats, SamplingParams
+from fastdecode_rdma.engine import reconnect
 from fastdecode_rdma.engine.state import EngineCounters
 from fastdecode_rdma.stats import (
     FINISH_REASONS,
@@ -196,7 +197,7 @@ def test_gauges_follow_what_runs_and_waits(
         assert stats.e2e_request_latency_seconds.count == 0
     after = gen.stats()  # closed: what is known stays known
     assert after.generation_tokens_total == stats.generation_tokens_total > 0
-    assert not after.workers[0].is_alive or after.workers[0].transport == "loopback"
+    assert after.workers == (replace(stats.workers[0], is_alive=False),)
 
 
 def test_failed_requests_are_counted(tiny_models: Callable[..., Path]) -> None:
@@ -235,6 +236,37 @@ def test_workers_are_listed_one_by_one(
         for index, up in enumerate((0, 1)):
             labels = {"worker": str(index), "address": addresses[index]}
             assert value(samples, "fastdecode_worker_up", **labels) == up
+
+
+def test_a_worker_that_comes_and_goes_stays_one(
+    tiny_models: Callable[..., Path],
+    start_workers: Callable[..., list],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reconnect, "FIRST_DELAY_S", 0.01)
+    (worker,) = start_workers(1, memory="64MiB")
+    with Generator.from_pretrained(
+        tiny_models("llama"), workers=[worker.address], deterministic=True
+    ) as gen:
+        expected = gen.complete("abc", LONG)[0].outputs
+        handle = gen.submit("abc", LONG)
+        next(iter(handle))
+        before = gen.stats().workers[0]
+        for _ in range(3):
+            gen._parts.backend.give_up(0, "for a test")
+            deadline = time.monotonic() + 10
+            while not gen.stats().workers[0].is_alive:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        assert handle.result(30).outputs == expected
+        stats = gen.stats()
+        (after,) = stats.workers
+        assert stats.recoveries == 3 and (after.worker, after.address) == (0, worker.address)
+        assert after.messages > before.messages and after.kernel_s > before.kernel_s
+        assert after.kv_cache_bytes == 0 < after.kv_cache_capacity_bytes
+        assert after.kv_cache_capacity_bytes == before.kv_cache_capacity_bytes
+        _, samples = read_exposition(stats.to_prometheus())
+        assert [count for _, count in samples["fastdecode_worker_up"]] == [1]
 
 
 # -- the text format

@@ -8,6 +8,7 @@ base address on; a worker's rows are a contiguous range of them, decided once in
 from __future__ import annotations
 
 import mmap
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class AttentionBackend:
         self._pump = Pump(FrameSizes.of(geometry), timeout_s=timeout_s)
         self._workers: list[WorkerLink] = []
         self._closed = False
+        self._numbering = threading.Lock()  # which link a number stands for
         dtype = _NUMPY_DTYPES[geometry.wire_dtype]
         rows, tables = geometry.max_rows, range(NUM_DECODE_TABLES)
         self.send_rows = [_pages((rows, geometry.max_row_width), dtype) for _ in tables]
@@ -100,15 +102,26 @@ class AttentionBackend:
             self.add_worker(worker)
 
     def add_worker(self, worker: WorkerLink) -> int:
-        """Adds an opened worker; returns its number."""
-        index = worker.transport.attach(self._pump)
-        self._workers.append(worker)
-        worker.on_lost(partial(self._pump.mark_lost, index))
+        """Adds an opened worker; returns its number, which is the one it had if it was lost before.
+        Its counters then go on, and nothing is left of the old session."""
+        for number, link in enumerate(self._workers):
+            if link.info.name == worker.info.name and self._pump.is_lost(number):
+                link.close()  # now, as to close is to mark the number lost
+        with self._numbering:
+            index = worker.transport.attach(self._pump)
+            self._workers[index : index + 1] = [worker]
+        worker.on_lost(partial(self._mark_lost, index, worker))
         return index
+
+    def _mark_lost(self, index: int, worker: WorkerLink, reason: str) -> None:
+        """Called by any thread; late news of an old session says nothing of the new one."""
+        with self._numbering:
+            if self._workers[index] is worker:
+                self._pump.mark_lost(index, reason)
 
     @property
     def num_workers(self) -> int:
-        """Workers ever added, lost ones included."""
+        """Different workers ever added, lost ones included."""
         return len(self._workers)
 
     # -- steps
@@ -260,7 +273,7 @@ class AttentionBackend:
     def info(self, worker: int) -> WorkerInfo:
         """Returns what is known of a worker, and whether it is alive."""
         known = self._workers[worker].info
-        if not self._pump.is_lost(worker):
+        if not self._closed and not self._pump.is_lost(worker):
             return known
         return WorkerInfo(**{**vars(known), "alive": False})
 

@@ -163,12 +163,18 @@ class Placement:
         return len(self._workers) - 1
 
     def lose_worker(self, index: int) -> None:
-        """Takes a worker out for good. What it held stays booked until it is released."""
+        """Takes a worker out. What it held stays booked until it is released."""
         self._workers[index].alive = False
+
+    def restore_worker(self, index: int, capacity_bytes: int) -> None:
+        """Lets a worker that was lost take part again, empty and with a memory of that size."""
+        worker = self._workers[index]
+        worker.capacity_bytes = usable_bytes(self.geometry, capacity_bytes)
+        worker.alive = True
 
     @property
     def num_workers(self) -> int:
-        """Workers ever added, lost ones included."""
+        """Different workers ever added, lost ones included."""
         return len(self._workers)
 
     def used_bytes(self, index: int) -> int:

@@ -36,6 +36,11 @@ class CautiousPlacement(Placement):
         """Takes note that a prefill has found room."""
         self._one_by_one = False
 
+    def restore_worker(self, index: int, capacity_bytes: int) -> None:
+        """As Placement's; its refusals are forgotten."""
+        super().restore_worker(index, capacity_bytes)
+        self._held_until.pop(index, None)
+
     def is_holding(self) -> bool:
         """Says whether some worker gets no new sequences just now."""
         now = time.monotonic()

@@ -113,6 +113,11 @@ class Engine:
         lost, self._lost_addresses = self._lost_addresses, []
         return lost
 
+    def take_back(self, worker: int, capacity_bytes: int) -> None:
+        """Takes in a worker that was lost; the backend has given it its number again."""
+        self._lost_workers.discard(worker)
+        self.placement.restore_worker(worker, capacity_bytes)
+
     def has_work(self) -> bool:
         return bool(self._live)
 

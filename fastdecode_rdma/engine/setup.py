@@ -61,8 +61,7 @@ class EngineParts:
             if self.options.workers is not None:
                 self.reconnector.lost(address)
         for link in self.reconnector.take():
-            self.backend.add_worker(link)
-            self.engine.placement.add_worker(link.info.capacity_bytes)
+            self.engine.take_back(self.backend.add_worker(link), link.info.capacity_bytes)
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""

@@ -88,6 +88,11 @@ def test_lost_workers_take_nothing_more():
     assert placement.add_worker(5 * BLOCK) == 2
     assert placement.reserve(3, 64) and placement.worker_of(3) == 2
     placement.lose_worker(1)
+    placement.restore_worker(0, 7 * BLOCK)
+    assert (placement.num_workers, placement.used_bytes(0)) == (3, 0)
+    assert placement.capacity_bytes(0) == placement.largest_capacity() == 7 * BLOCK
+    assert placement.reserve(5, 64) and placement.worker_of(5) == 0
+    placement.lose_worker(0)
     placement.lose_worker(2)
     assert not placement.has_workers() and not placement.reserve(4, 1)
 

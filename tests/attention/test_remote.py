@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,6 +97,37 @@ def test_a_session_survives_before_it_is_given_to_a_backend(serve, new_geometry)
     time.sleep(2.6)
     assert served.server.status().num_sessions == 1
     worker.close()
+
+
+def test_a_worker_that_comes_and_goes_keeps_its_number(connect, serve):
+    served, other = serve(), serve()
+    driver = connect([served.url, other.url])
+    backend, open_files = driver.backend, Path("/proc/self/fd")
+    bytes_sent = num_files = 0
+    for number in range(40):
+        driver.run([(0, [1]), (1, [2])], 0)
+        counted = backend.stats()[0]
+        assert counted["bytes_sent"] > bytes_sent
+        bytes_sent = counted["bytes_sent"]
+        told_late = backend._workers[0]._control._on_lost
+        backend.give_up(0, "for a test")
+        assert not backend.info(0).alive and backend.info(1).alive
+        (link,) = open_sessions([served.url], driver.geometry)
+        assert backend.add_worker(link) == 0
+        told_late("news of the session before")
+        assert backend.info(0).alive and backend.num_workers == 2
+        after = backend.stats()[0]
+        for name in ("messages", "bytes_sent", "bytes_received", "kernel_ns", "io_ns", "wait_ns"):
+            assert after[name] == counted[name], name
+        if number == 2:
+            num_files = len(list(open_files.iterdir()))
+    assert backend._pump.num_ports == 2
+    # the worker is a thread of this process: its side of an old session may take a moment
+    deadline = time.monotonic() + 5
+    while len(list(open_files.iterdir())) > num_files + 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    driver.run([(0, [1]), (1, [2])], 0)
 
 
 def test_killed_worker_is_named_and_the_step_repeats_on_the_others(connect, spawn):
