@@ -27,6 +27,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For torch: where matrices are tiny, a second thread only waits for the first."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass
 class WorkerProcess:
     """A real `fastdecode worker` on loopback."""

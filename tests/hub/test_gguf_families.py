@@ -7,7 +7,7 @@ metadata by its writer, rotary rows interleaved, norms of Gemma plus one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -323,17 +323,8 @@ def make_model(case: Case) -> torch.nn.Module:
     return model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """These matrices are tiny: a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
-def converted(request, tmp_path_factory) -> tuple[Case, torch.nn.Module, Path]:
+def converted(request, tmp_path_factory, one_thread) -> tuple[Case, torch.nn.Module, Path]:
     case = request.param
     path = tmp_path_factory.mktemp("family")
     model = make_model(case)

@@ -25,13 +25,16 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These matrices are tiny: a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True, scope="module")
+def tiny_matrices(one_thread: None) -> None:
+    """All models here are."""
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -92,10 +95,9 @@ def hf_logits() -> Callable[..., torch.Tensor]:
 class DecodePath:
     """A model on the CPU's ops with one embedded worker, run by the engine's own steps."""
 
-    def __init__(self, path: Path, **options: object) -> None:
-        self.model: DecoderModel = load_model(
-            path, CpuOps(num_threads=1, deterministic=True), **options
-        )
+    def __init__(self, path: Path, ops: CpuOps | None = None) -> None:
+        ops = CpuOps(num_threads=1, deterministic=True) if ops is None else ops
+        self.model: DecoderModel = load_model(path, ops)
         config = self.model.config
         geometry = AttentionGeometry(
             groups=config.kv_groups,
@@ -105,7 +107,7 @@ class DecodePath:
             max_rows=8,
             max_model_len=config.max_model_len,
         )
-        worker = LocalWorker(geometry, MemoryBudget(1 << 28), num_threads=1)
+        worker = LocalWorker(geometry, MemoryBudget(1 << 28), num_threads=ops.num_threads)
         self.backend = AttentionBackend([worker], geometry)
 
     def logits(self, prompt: Sequence[int], forced: Sequence[int]) -> torch.Tensor:
@@ -132,8 +134,8 @@ def decode_path() -> Iterator[Callable[..., DecodePath]]:
     """Builds decode paths and closes them."""
     made: list[DecodePath] = []
 
-    def make(path: Path, **options: object) -> DecodePath:
-        made.append(DecodePath(path, **options))
+    def make(path: Path, ops: CpuOps | None = None) -> DecodePath:
+        made.append(DecodePath(path, ops))
         return made[-1]
 
     yield make

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models import FAMILIES, load_model
 from fastdecode_rdma.models.layers import DecoderModel
+from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.reference import ReferenceOps, reference_forward
 
 # Logits are of order 1 to 10; fp32 keeps about 1e-6 of that over these few layers.
@@ -240,6 +241,19 @@ def test_prompt_and_decode_logits_are_those_of_transformers(
     assert expected.abs().max() > 0.5
     path = decode_path(save(model, shards=case in PLAIN))
     assert_contract(path.logits(ids[:PROMPT_LEN], ids[PROMPT_LEN:]), expected)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_the_default_mode_keeps_the_contract(
+    case, make_hf, save, hf_logits, decode_path, two_threads
+) -> None:
+    """Two threads, and for each shape whichever GEMM library was the fastest."""
+    model = make_hf(config_of(case))
+    ids = prompt(PROMPT_LEN + 4)
+    path = decode_path(save(model), CpuOps())
+    assert path.model.ops.num_threads == 2
+    logits = path.logits(ids[:PROMPT_LEN], ids[PROMPT_LEN:])
+    assert_contract(logits, hf_logits(model, ids))
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
