@@ -154,7 +154,7 @@ class GeneratorStats:
     notes: tuple[str, ...]
 
     def to_prometheus(self) -> str:
-        """Returns the numbers in Prometheus' text format (version 0.0.4), names as vLLM's with the
+        """Returns all numbers in Prometheus' text format (version 0.0.4), names as vLLM's with the
         prefix `fastdecode_`."""
         return "\n".join([*_families(self), ""])
 
@@ -175,8 +175,13 @@ _TOTALS = (
     ),
     ("counter", "recoveries_total", "recoveries", "Workers lost whose requests went on."),
     ("counter", "steps_total", "steps", "Decode steps."),
+    ("gauge", "uptime_seconds", "elapsed_s", "Time since the generator was made."),
     ("counter", "dense_seconds_total", "dense_s", "Engine time in the model's layers."),
     ("counter", "attention_seconds_total", "attention_s", "Kernel time of the busiest worker."),
+    (
+        "counter", "transport_seconds_total", "transport_s",
+        "Engine time in the exchange with workers, without the busiest one's kernel.",
+    ),
     ("counter", "python_seconds_total", "python_s", "Engine time in scheduling and sampling."),
     ("counter", "prefill_seconds_total", "prefill_s", "Engine time in prompts."),
 )  # fmt: skip
@@ -191,8 +196,23 @@ _WORKER_TOTALS = (
         "gauge", "worker_kv_cache_usage_perc", "kv_cache_usage",
         "Share of the worker's KV-cache in use by this process, 1 is all of it.",
     ),
+    (
+        "gauge", "worker_kv_cache_bytes", "kv_cache_bytes",
+        "Bytes of the worker's KV-cache in use by this process.",
+    ),
+    (
+        "gauge", "worker_kv_cache_capacity_bytes", "kv_cache_capacity_bytes",
+        "Bytes of the worker's KV-cache that may be used.",
+    ),
+    ("counter", "worker_messages_total", "messages", "Messages of the data plane."),
     ("counter", "worker_sent_bytes_total", "bytes_sent", "Bytes sent to the worker."),
     ("counter", "worker_received_bytes_total", "bytes_received", "Bytes from the worker."),
+    ("counter", "worker_pump_seconds_total", "pump_s", "Time in our own message code."),
+    ("counter", "worker_io_seconds_total", "io_s", "Time in send and receive calls."),
+    (
+        "counter", "worker_wait_seconds_total", "wait_s",
+        "Time in waiting for the worker, its kernel included.",
+    ),
     ("counter", "worker_kernel_seconds_total", "kernel_s", "Time in the worker's kernel."),
 )  # fmt: skip
 

@@ -304,6 +304,39 @@ def test_prometheus_text_says_the_same(tiny_models: Callable[..., Path]) -> None
     assert types["fastdecode_kv_cache_usage_perc"] == "gauge"
 
 
+def test_every_number_is_exported(tiny_models: Callable[..., Path]) -> None:
+    with Generator.from_pretrained(tiny_models("llama")) as gen:
+        stats = gen.stats()
+
+    def numbered(record: object, first: float) -> tuple[object, list[float]]:
+        names = [
+            field.name
+            for field in dataclasses.fields(record)
+            if field.name != "worker" and type(getattr(record, field.name)) in (int, float)
+        ]
+        numbers = [first + number for number in range(len(names))]
+        return replace(record, **dict(zip(names, numbers, strict=True))), numbers
+
+    worker, of_worker = numbered(stats.workers[0], 1000.5)
+    stats, of_all = numbered(replace(stats, workers=(worker,)), 2000.5)
+    _, samples = read_exposition(stats.to_prometheus())
+    exported = [number for rows in samples.values() for _, number in rows]
+    assert len(of_worker) == 10 and len(of_all) == 14
+    assert [exported.count(number) for number in of_worker + of_all] == [1] * 24
+
+
+def test_counters_never_go_back(tiny_models: Callable[..., Path]) -> None:
+    with Generator.from_pretrained(tiny_models("llama")) as gen:
+        handles = [gen.submit([i + 1], LONG) for i in range(3)]
+        last: dict[str, float] = {}
+        while not all(handle.done() for handle in handles):
+            types, samples = read_exposition(gen.stats().to_prometheus())
+            now = {name: samples[name][0][1] for name, kind in types.items() if kind == "counter"}
+            assert [name for name in last if now[name] < last[name]] == []
+            last = now
+        assert len(last) > 10
+
+
 def test_stats_are_frozen_documented_and_plain(tiny_models: Callable[..., Path]) -> None:
     with Generator.from_pretrained(tiny_models("llama")) as gen:
         stats = gen.stats()

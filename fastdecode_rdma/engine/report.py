@@ -20,6 +20,11 @@ def take_stats(
     # workers attend at the same time: the busiest one is what the engine waited for
     attention_s = max((worker.kernel_s for worker in workers), default=0.0)
     dense_s, exchange_s = engine.runner.model_s, engine.runner.exchange_s
+    python_s = counters.step_s - counters.prefill_s - dense_s - exchange_s
+    # Differences of what is counted at different moments of a step: a scraper takes a counter that
+    # went back for a restart.
+    parts.python_s = max(parts.python_s, python_s)
+    parts.transport_s = max(parts.transport_s, exchange_s - attention_s)
     return GeneratorStats(
         model_name=model_name,
         num_requests_running=engine.scheduler.num_running,
@@ -40,8 +45,8 @@ def take_stats(
         elapsed_s=elapsed_s,
         dense_s=dense_s,
         attention_s=attention_s,
-        transport_s=max(0.0, exchange_s - attention_s),
-        python_s=max(0.0, counters.step_s - counters.prefill_s - dense_s - exchange_s),
+        transport_s=parts.transport_s,
+        python_s=parts.python_s,
         prefill_s=counters.prefill_s,
         workers=workers,
         gemm={

@@ -49,6 +49,8 @@ class EngineParts:
     sampling_defaults: SamplingDefaults
     notes: list[str] = field(default_factory=list)
     closed: bool = False
+    python_s: float = 0.0  # as reported last
+    transport_s: float = 0.0
 
     @property
     def worker_wait_s(self) -> float:
