@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
@@ -199,6 +199,21 @@ def allowed_token_ids(values: Any) -> tuple[int, ...] | None:
     if values is not None and not ids:
         raise ConfigError("allowed_token_ids is empty: no token is left; None allows all")
     return None if values is None else ids
+
+
+def eos_ids(value: object) -> tuple[int, ...]:
+    """Returns what configs and callers say of eos_token_id (nothing, an id, several) as a tuple.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    ids = () if value is None else (value,) if is_integer(value) else value
+    if not isinstance(ids, (Sequence, Set)) or isinstance(ids, (str, bytes)):
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    for token_id in ids:
+        if not is_integer(token_id):
+            raise ConfigError(f"eos_token_id must hold token ids, got {token_id!r}")
+    return tuple(dict.fromkeys(int(token_id) for token_id in ids))
 
 
 def bad_words(values: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -13,9 +13,10 @@ from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.chat_template import ChatTemplates, compile_template
 from fastdecode_rdma.detokenizer import IncrementalDetokenizer
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.param_checks import eos_ids
 from fastdecode_rdma.sequence import SamplingParams
 from fastdecode_rdma.text_decoders import DecoderFactory
-from fastdecode_rdma.tokenizer_files import TokenizerFiles, id_list
+from fastdecode_rdma.tokenizer_files import TokenizerFiles
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
@@ -81,7 +82,7 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens=files.special_tokens,
-            eos_token_ids=[*files.eos_token_ids(), *id_list(eos_token_id)],
+            eos_token_ids=[*files.eos_token_ids(), *eos_ids(eos_token_id)],
             chat_template=templates,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.json_files import read_json
-from fastdecode_rdma.param_checks import is_integer
+from fastdecode_rdma.param_checks import eos_ids
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -133,7 +133,7 @@ class TokenizerFiles:
             text = values.get("text_config")
             for part in (values, text if isinstance(text, Mapping) else {}):
                 try:
-                    ids += id_list(part.get("eos_token_id"))
+                    ids += eos_ids(part.get("eos_token_id"))
                 except ConfigError as error:
                     raise ConfigError(f"{self.directory / name}: {error}") from None
         return [token_id for token_id in ids if token_id >= 0]  # -1 is some models' "none"
@@ -177,21 +177,6 @@ class TokenizerFiles:
             if not isinstance(name, str) or not isinstance(text, str):
                 raise ConfigError(f"{self.directory}: chat_template must be text, got {text!r}")
         return value or {}
-
-
-def id_list(value: int | Sequence[int] | None) -> list[int]:
-    """Returns token ids as configs write them (nothing, one, or several) as a list.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    if value is None:
-        return []
-    ids = list(value) if isinstance(value, (list, tuple)) else [value]
-    for token_id in ids:
-        if not is_integer(token_id):
-            raise ConfigError(f"eos_token_id must be an integer or a list of them, got {value!r}")
-    return ids
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

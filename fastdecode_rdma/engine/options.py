@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from fastdecode_rdma.config import dtype_name, kv_dtype_name
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.param_checks import explain_unknown, is_integer
+from fastdecode_rdma.param_checks import eos_ids, explain_unknown, is_integer
 
 RENAMED = {
     "model": "path",
@@ -57,7 +57,7 @@ ABSENT = {
     "generation_config": "pass SamplingParams to have none of generation_config.json's values",
     "override_generation_config": "pass SamplingParams",
     "logits_processors": "give them to SamplingParams, per request",
-    "max_logprobs": "there is no limit; leave it out",
+    "max_logprobs": "20 per token are given always, more as far as memory allows; leave it out",
     "enforce_eager": "there is nothing to compile; leave it out",
 }
 """Names of other libraries for which there is nothing here, and why."""
@@ -146,13 +146,10 @@ class GeneratorOptions:
 
 
 def _eos_ids(value: object) -> tuple[int, ...]:
-    ids = [] if value is None else [value] if is_integer(value) else value
-    if not isinstance(ids, (Sequence, Set)) or isinstance(ids, (str, bytes)):
-        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r}")
-    for token_id in ids:
-        if not is_integer(token_id) or token_id < 0:
-            raise ConfigError(f"eos_token_id must hold token ids, got {token_id!r}")
-    return tuple(int(token_id) for token_id in ids)
+    ids = eos_ids(value)
+    if min(ids, default=0) < 0:  # in files, -1 means none
+        raise ConfigError(f"eos_token_id must hold token ids, got {min(ids)}")
+    return ids
 
 
 def as_path(name: str, value: object) -> Path:

@@ -9,6 +9,7 @@ from fastdecode_rdma.config import dtype_name
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models.families import FAMILIES
 from fastdecode_rdma.models.hf_keys import Keys
+from fastdecode_rdma.param_checks import eos_ids
 
 
 def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,9 +32,11 @@ def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dic
                 "use a checkpoint in float32, float16 or bfloat16"
             )
     sources = (config, text, generation)
-    eos_token_ids = _token_ids(*(source.get("eos_token_id") for source in sources))
+    eos_token_ids = [
+        token_id for source in sources for token_id in eos_ids(source.get("eos_token_id"))
+    ]
     if not any("eos_token_id" in source for source in sources):  # a null says that there is none
-        eos_token_ids = _token_ids(family.defaults.get("eos_token_id"))
+        eos_token_ids = eos_ids(family.defaults.get("eos_token_id"))
     keys = Keys(text, family.defaults)
     outer = Keys(config, {**family.defaults, **keys.raw})
     return family.read(keys, family) | {
@@ -45,7 +48,7 @@ def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dic
         "tie_word_embeddings": outer.flag("tie_word_embeddings"),
         "bos_token_id": outer.optional_integer("bos_token_id"),
         "pad_token_id": outer.optional_integer("pad_token_id"),
-        "eos_token_ids": eos_token_ids,
+        "eos_token_ids": tuple(dict.fromkeys(eos_token_ids)),
         "renames": family.renames,
         "ignored": family.ignored,
     }
@@ -68,15 +71,3 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _dtype(keys: Keys) -> str:
     name = keys.get("dtype") or keys.get("torch_dtype") or "fp32"
     return dtype_name(str(name).removeprefix("torch."))
-
-
-def _token_ids(*values: Any) -> tuple[int, ...]:
-    """Returns the union of ids given as int, list or None, in order of appearance."""
-    ids: list[int] = []
-    for value in values:
-        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise ConfigError(f"eos_token_id must be an integer or a list, got {value!r}")
-            if token_id not in ids:
-                ids.append(token_id)
-    return tuple(ids)

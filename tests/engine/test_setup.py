@@ -135,7 +135,7 @@ def test_an_end_of_sequence_that_is_none(
 ) -> None:
     path = shutil.copytree(tiny_models("llama"), tmp_path / "model")
     write_files(path, {name: {"eos_token_id": value}})
-    with pytest.raises(ConfigError, match=rf"{name}: eos_token_id must be an integer or a list"):
+    with pytest.raises(ConfigError, match=rf"{name}: eos_token_id must (be|hold) "):
         Generator.from_pretrained(path)
 
 
