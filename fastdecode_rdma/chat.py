@@ -44,6 +44,10 @@ class Chat:
         for name in ("tools", "documents"):
             if getattr(self, name) is not None:
                 _check_dicts(name, name[:-1], getattr(self, name))
+        for name in ("add_generation_prompt", "continue_final_message"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ConfigError(f"{name} must be True or False, got {shortened(value)}")
         if self.continue_final_message and self.add_generation_prompt:
             raise ConfigError(
                 "continue_final_message and add_generation_prompt exclude each other: an answer "

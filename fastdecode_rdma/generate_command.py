@@ -11,6 +11,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from fastdecode_rdma.batch.files import STANDARD, LineSource, LineWriter, check_output
+from fastdecode_rdma.command_line import (
+    messages_on_stderr,
+    split_workers,
+    unwinding_on_signals,
+)
 from fastdecode_rdma.errors import ConfigError, FastDecodeError
 from fastdecode_rdma.sequence import SamplingParams
 
@@ -34,19 +39,23 @@ SAMPLING_OPTIONS: dict[str, tuple[type, str, str]] = {
 EPILOG = """\
 input, one JSON object a line (- is standard input):
   {"id": …, "prompt": text or token ids, "sampling_params": {"max_tokens": 64, …}, …}
-  {"id": …, "messages": [{"role": "user", "content": …}], …}
-  id: text or an integer, the line's number if absent. sampling_params win over the options here,
-  and these over the model's generation_config.json. Other keys are carried to the output.
+  {"id": …, "messages": [{"role": "user", "content": …}], "tools": […], …}
+  id: text or an integer, no two alike; the line's number is shown if absent. sampling_params win
+  over the options here, and these over the model's generation_config.json; a sampling parameter
+  outside of them is an error. With messages: tools, documents, chat_template_kwargs,
+  chat_template, add_generation_prompt, continue_final_message. Other keys are carried to the
+  output. Lines of a pipe are answered while it is open, long requests hold up no short ones.
 
 output, one JSON object a line, in the order in which requests finish:
-  {"id": …, "text": …, "finish_reason": "stop" or "length", "stop_reason": …,
+  {"id": …, "line": N, "text": …, "finish_reason": "stop" or "length", "stop_reason": …,
    "usage": {"prompt_tokens": N, "completion_tokens": N}, …}     logprobs, token_ids when asked for
   {"id": …, "line": N, "error": {"type": …, "message": …}, …}    a request that failed
   With n > 1 in sampling_params: "outputs": [{"index": 0, "text": …, …}, …].
-  Lines are complete and in the file as soon as they are written, also after Ctrl-C. An output file
-  that holds something is not touched without --overwrite.
+  Lines are complete and in the file as soon as they are written, also after Ctrl-C or SIGTERM. An
+  output file that holds something is not touched without --overwrite.
 
-exit status: 0 all requests succeeded, 1 some failed or were not run, 2 bad usage, 130 interrupted
+exit status: 0 all requests succeeded, 1 some failed or were not run, 2 bad usage, 130 interrupted,
+143 ended by SIGTERM
 """
 
 
@@ -99,6 +108,11 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answers prompts or a file of requests."""
+    with messages_on_stderr(), unwinding_on_signals():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from fastdecode_rdma.batch.records import override
     from fastdecode_rdma.engine.options import resolve_model_dir
     from fastdecode_rdma.engine.sampling_defaults import SamplingDefaults
@@ -139,9 +153,7 @@ def _say_defaults(defaults: SamplingParams, given: Mapping[str, Any]) -> None:
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     workers = None
     if args.workers is not None:
-        workers = [address.strip() for address in args.workers.split(",") if address.strip()]
-        if not workers:
-            raise ConfigError("--workers names no worker")
+        workers = split_workers(args.workers)
     elif args.token_file is not None:
         raise ConfigError("--token-file is for --workers")
     named = {
@@ -201,7 +213,7 @@ def _run_file(
             batch.run()
         except BrokenPipeError:
             raise
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # the latter by a signal
             _say(f"interrupted: {batch.counts.summary()}; all are in {writer.name}")
             raise
         except (OSError, FastDecodeError) as error:

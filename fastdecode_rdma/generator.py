@@ -166,7 +166,7 @@ class Generator:
         """
         source = self._submissions(prompts, params, on_error)
         return EventStream(
-            self._loop, source, lookahead=self._lookahead, raise_errors=on_error == "raise"
+            self._loop, source, lookahead=self.lookahead, raise_errors=on_error == "raise"
         )
 
     def complete(
@@ -194,7 +194,7 @@ class Generator:
             EventStream(
                 self._loop,
                 collector.watch(source),
-                lookahead=self._lookahead,
+                lookahead=self.lookahead,
                 raise_errors=on_error == "raise",
             ) as stream,
         ):
@@ -243,8 +243,9 @@ class Generator:
     # -- the rest
 
     @property
-    def _lookahead(self) -> int:
-        """Sequences a stream keeps submitted: a full batch, and some that wait for its seats."""
+    def lookahead(self) -> int:
+        """Sequences worth keeping submitted: a full batch, and some that wait for its seats. More
+        only take memory."""
         seats = self._parts.options.max_num_seqs
         return seats + seats // 4 + 1
 

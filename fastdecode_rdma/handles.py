@@ -106,6 +106,18 @@ class RequestHandle(_Submitted):
         if error is not None:
             raise error
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, of all samples."""
+        return len(self._inbox.events)
+
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """Has `call()` called once when the request is over, or now if it is already. The engine's
+        thread does it: it must neither wait nor raise, and what it refers to stays alive. Wake
+        another thread (`queue.SimpleQueue().put`), which asks for the `result`.
+        """
+        self._inbox.leave_end_bell(call)
+
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Waits for the end and returns the result; again and again if asked.
 

@@ -75,6 +75,12 @@ class Inbox:
         """Has `ring` called once, at the next event or the end. Then look again, and wait."""
         (self._end_bells if for_end else self._bells).append(ring)
 
+    def leave_end_bell(self, ring: Ring) -> None:
+        """Has `ring` called exactly once: at the end, or now if that is past."""
+        self._end_bells.append(ring)
+        if self.ends:
+            _ring_all(self._end_bells)
+
     def take_bell(self, ring: Ring) -> None:
         """Takes a bell back, if it has not rung."""
         for bells in (self._bells, self._end_bells):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_every_line_is_answered_or_says_why_not(model, answers, tmp_path, capfd)
     hello, ids, chatted = answers("hello", [104, 105], chat)
     assert good["a"] == {
         "id": "a",
+        "line": 1,
         "text": hello.outputs[0].text,
         "finish_reason": hello.outputs[0].finish_reason,
         "stop_reason": None,
@@ -161,23 +163,80 @@ def test_the_models_own_defaults_hold_until_something_else_is_said(model, tmp_pa
 
 def test_lines_are_read_as_the_batch_has_room(model, tmp_path, monkeypatch):
     source = write_lines(tmp_path / "in", *({"prompt": f"p{i}"} for i in range(60)))
-    encoded: list[Any] = []
+    submitted: list[Any] = []
     written: list[int] = []
-    encode, result_line = runner.encode, runner.result_line
+    submit, result_line = Generator.submit, runner.result_line
 
-    def counting(*args: Any, **options: Any) -> list[int]:
-        encoded.append(args)
-        return encode(*args, **options)
+    def counting(generator: Generator, *args: Any) -> Any:
+        submitted.append(args)
+        return submit(generator, *args)
 
     def noting(*args: Any, **options: Any) -> bytes:
-        written.append(len(encoded))
+        written.append(len(submitted))
         return result_line(*args, **options)
 
-    monkeypatch.setattr(runner, "encode", counting)
+    monkeypatch.setattr(Generator, "submit", counting)
     monkeypatch.setattr(runner, "result_line", noting)
     options = ["--input", str(source), "--output", str(tmp_path / "out"), "--max-num-seqs", "4"]
     assert main(["generate", "--model", str(model), *GREEDY, *options]) == 0
-    assert written[0] <= 8 and len(written) == 60 and len(encoded) == 60
+    assert written[0] <= 8 and len(written) == 60 and len(submitted) == 60
+
+
+def test_more_lines_than_may_wait(model, tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "in", *({"prompt": f"p{i}"} for i in range(40)))
+    made = Generator.from_pretrained
+    monkeypatch.setattr(Generator, "from_pretrained", partial(made, max_waiting=1))
+    monkeypatch.setattr(Generator, "lookahead", 40)
+    options = ["--input", str(source), "--output", str(tmp_path / "out"), "--max-num-seqs", "2"]
+    assert main(["generate", "--model", str(model), *GREEDY, *options]) == 0
+    assert sorted(read_lines(tmp_path / "out")) == list(range(1, 41))
+
+
+def test_only_ids_that_are_given_must_differ(model, tmp_path):
+    lines = [{"id": 2, "prompt": "a"}, {"prompt": "b"}, {"id": "2", "prompt": "c"}, {"prompt": "d"}]
+    source = write_lines(tmp_path / "in", *lines, {"id": 4, "prompt": "e"}, {"id": 4, "prompt": ""})
+    out = tmp_path / "out"
+    options = ["--input", str(source), "--output", str(out), *GREEDY]
+    assert main(["generate", "--model", str(model), *options]) == 1
+    values = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {(each["line"], each["id"], "error" in each) for each in values} == {
+        (1, 2, False), (2, 2, False), (3, "2", False), (4, 4, False), (5, 4, False), (6, 4, True),
+    }  # fmt: skip
+    (said,) = (each["error"]["message"] for each in values if "error" in each)
+    assert said == "id 4 was on line 5 already"
+
+
+def test_a_chats_tools_reach_the_template(model, answers, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    template = "{{ tools[0].name }}{{ style }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    more = {"tools": [{"name": "f"}], "chat_template_kwargs": {"style": "!"}}
+    source = write_lines(tmp_path / "in", {**chat, **more, "chat_template": template})
+    options = ["--input", str(source), "--output", str(tmp_path / "out"), *GREEDY, "--token-ids"]
+    assert main(["generate", "--model", str(model), *options]) == 0
+    (expected,) = answers("f!hi")
+    assert read_lines(tmp_path / "out")[1]["token_ids"] == expected.outputs[0].token_ids
+
+
+def test_a_failure_while_it_runs_has_the_lines_number_alone(model, tmp_path):
+    params = {"allowed_token_ids": [5], "bad_words": [[5, 5]], "ignore_eos": True}
+    lines = [{"prompt": "x"}, {"id": "none", "prompt": "x", "sampling_params": params}]
+    source = write_lines(tmp_path / "in", *lines)
+    options = ["--input", str(source), "--output", str(tmp_path / "out"), *GREEDY]
+    assert main(["generate", "--model", str(model), *options]) == 1
+    error = read_lines(tmp_path / "out")["none"]["error"]
+    assert error["type"] == "SamplingError"
+    assert error["message"].startswith("output token 1: ")
+
+
+def test_warnings_are_heard_on_stderr(tiny_models, start_workers, capfd):
+    (worker,) = start_workers(1, memory="32MiB")
+    path = tiny_models("llama-long", max_position_embeddings=1 << 17)
+    options = ["--model", str(path), *GREEDY, "--prompt", "hello", "--workers", worker.address]
+    assert main(["generate", *options]) == 0
+    captured = capfd.readouterr()
+    first, last = captured.err.splitlines()
+    assert first.startswith("max_model_len lowered from 131072 to ") and "6 tokens in" in last
+    assert captured.out.count("\n") >= 1 and "lowered" not in captured.out
 
 
 # -- prompts
@@ -295,6 +354,27 @@ def test_answers_come_while_the_pipe_is_open(spawn, answers):
     process.stdin.flush()
     assert process.wait(60) == 141
     assert process.stderr.read() == ""
+
+
+def test_a_long_request_holds_up_no_short_ones(spawn, tiny_models):
+    minutes = {"temperature": 0, "max_tokens": 100_000, "ignore_eos": True}
+    process = spawn(
+        "--model", str(tiny_models("llama-long", max_position_embeddings=1 << 17)),
+        "--input", "-", *GREEDY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    lines = [{"id": "long", "prompt": "x", "sampling_params": minutes}, {"id": 0, "prompt": "a"}]
+    process.stdin.write("".join(json.dumps(line) + "\n" for line in lines))
+    for number in range(4):
+        process.stdin.flush()
+        line = json.loads(process.stdout.readline())
+        assert line["id"] == number and line["usage"]["completion_tokens"] == 6
+        time.sleep(0.1)  # nothing comes for a while
+        process.stdin.write(json.dumps({"id": number + 1, "prompt": "b"}) + "\n")
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert output == "" and errors.startswith("interrupted: 4 requests, 24 tokens in ")
+    assert errors.count("\n") == 1
 
 
 def test_an_interrupt_loses_no_finished_line(spawn, tmp_path):

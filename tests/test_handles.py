@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,33 @@ def test_events_and_result_are_those_of_generate_and_complete(gen: Generator) ->
     assert handle.done() and not handle.cancelled() and not handle.cancel()
     assert gen.submit("abc", params).result() == expected  # without a look at its events
     assert gen.submit(expected.prompt_token_ids, params).result().outputs == expected.outputs
+
+
+def test_whoever_wants_to_know_of_the_end_is_called_once(gen: Generator) -> None:
+    called: list[int] = []
+    for number, params in enumerate((GREEDY, LONG, replace(GREEDY, n=2))):
+        handle = gen.submit("abc", params)
+        handle.add_done_callback(partial(called.append, number))
+        if params is LONG:
+            handle.cancel()
+        else:
+            assert handle.result().outputs and handle.num_tokens == 10 * params.n
+        wait_until(lambda number=number: called == [number], "the callback was not called")
+        handle.add_done_callback(partial(called.append, -1))  # it is over: now
+        assert called == [number, -1]
+        called.clear()
+
+
+def test_a_dropped_handle_is_cancelled_though_somebody_waits(
+    gen: Generator, wait_until_free: Callable[..., None]
+) -> None:
+    called: list[int] = []
+    handle = gen.submit("abc", LONG)
+    handle.add_done_callback(partial(called.append, 1))
+    del handle
+    gc.collect()
+    assert called == [1]
+    wait_until_free(gen)
 
 
 def test_a_chat_and_the_models_own_parameters(

@@ -7,7 +7,7 @@ import os
 import queue
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fastdecode_rdma.errors import ConfigError
@@ -20,7 +20,6 @@ STANDARD = "-"
 
 _CHUNK_BYTES = 1 << 16
 _MAX_QUEUED_LINES = 128
-_PAUSE_S = 0.05
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -61,6 +60,9 @@ def read_lines(fd: int) -> Iterator[RawLine]:
 class LineSource:
     """Where the lines come from: `-` or a path. A pipe is read by a thread of its own, so that
     results need not wait for whoever writes into it.
+
+    name: how messages call it. ended: whether `next_line` has come to the end. on_news: called by
+    the thread when a pipe has something new for `next_line`.
     """
 
     def __init__(self, path: str) -> None:
@@ -80,6 +82,7 @@ class LineSource:
             os.close(self._fd)
             raise ConfigError(f"cannot read {self.name}: it is a directory")
         self.ended = False
+        self.on_news: Callable[[], object] = _nobody
         self._lines: Iterator[RawLine] | None = None
         self._queue: queue.Queue[RawLine | OSError | None] = queue.Queue(_MAX_QUEUED_LINES)
         if stat.S_ISREG(self.status.st_mode):
@@ -90,15 +93,18 @@ class LineSource:
     def _fill(self) -> None:
         try:
             for line in read_lines(self._fd):
-                self._queue.put(line)
+                self._put(line)
         except OSError as error:
-            self._queue.put(error)
+            self._put(error)
         else:
-            self._queue.put(None)
+            self._put(None)
 
-    def next_line(self, *, wait: bool) -> RawLine | None:
-        """Returns the next line; None at the end (`ended`), or when a pipe has none for the moment
-        and `wait` is False.
+    def _put(self, item: RawLine | OSError | None) -> None:
+        self._queue.put(item)
+        self.on_news()  # after it: whoever sets on_news and looks then misses nothing
+
+    def next_line(self) -> RawLine | None:
+        """Returns the next line; None at the end (`ended`), or when a pipe has none just now.
 
         Raises:
             OSError: reading failed.
@@ -108,7 +114,7 @@ class LineSource:
             self.ended = line is None
             return line
         try:
-            item = self._queue.get(timeout=None if wait else _PAUSE_S)
+            item = self._queue.get_nowait()
         except queue.Empty:
             return None
         if isinstance(item, OSError):
@@ -120,6 +126,10 @@ class LineSource:
         """Closes a file; a pipe's thread may be waiting in it, and both end with the process."""
         if self._lines is not None:
             os.close(self._fd)
+
+
+def _nobody() -> None:
+    """Nobody waits for news yet."""
 
 
 def check_output(path: str, source: LineSource | None, *, overwrite: bool) -> None:

@@ -1,11 +1,14 @@
 """Lines of JSON <-> requests and results.
 
-In:  {"id": …, "prompt": text or token ids | "messages": […], "sampling_params": {…}, …}
-Out: {"id": …, "text": …, "finish_reason": …, "stop_reason": …, "usage": {…}, …}
+In:  {"id": …, "prompt": text or token ids, "sampling_params": {…}, …}
+     {"id": …, "messages": […], "tools": […], … what else a Chat has, "sampling_params": {…}, …}
+Out: {"id": …, "line": …, "text": …, "finish_reason": …, "stop_reason": …, "usage": {…}, …}
      {"id": …, "line": …, "error": {"type": …, "message": …}, …}
 
-Without an id the line's number is it. All other keys of the input are carried to the output. With
-n > 1 the samples are in "outputs", each with its "index". null is as good as absent.
+Without an id the line's number is shown as it; ids that are given must differ from one another.
+All keys that mean nothing here are carried to the output; a sampling parameter outside
+sampling_params is an error, as it would be ignored. With n > 1 the samples are in "outputs", each
+with its "index". null is as good as absent.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from fastdecode_rdma.batch.files import MAX_LINE_BYTES, RawLine
+from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.param_checks import HINTS
 from fastdecode_rdma.sequence import CompletionOutput, Logprob, SamplingParams
 
-INPUT_KEYS = ("id", "prompt", "messages", "sampling_params")
+CHAT_KEYS = tuple(each.name for each in dataclasses.fields(Chat) if each.name != "messages")
+INPUT_KEYS = ("id", "prompt", "messages", *CHAT_KEYS, "sampling_params")
 OUTPUT_KEYS = (
     "id",
     "line",
@@ -41,6 +48,10 @@ MAX_DEPTH = 200
 LOWEST_LOGPROB = -9999.0
 """JSON has no -inf; vLLM's server writes this number, too."""
 
+_PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
+_SYNONYMS = {name: hint for name, hint in HINTS.items() if hint.startswith("use ")}
+_INDEX = re.compile(r"^(?:prompt|request) \d+[:,] ")
+
 LineId = str | int
 
 
@@ -50,9 +61,9 @@ class Record:
 
     number: int
     id: LineId
+    has_own_id: bool = False
     carried: dict[str, Any] = field(default_factory=dict)
-    prompt: str | list[Any] | None = None
-    messages: list[Any] | None = None
+    prompt: str | list[Any] | Chat | None = None
     params: SamplingParams | None = None
     error: Exception | None = None
 
@@ -62,6 +73,7 @@ class PromptLines:
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.ended = False
+        self.on_news: Callable[[], object] | None = None  # there never is any
         self._lines = iter(
             [
                 RawLine(number, json.dumps({"prompt": prompt}).encode())
@@ -69,7 +81,7 @@ class PromptLines:
             ]
         )
 
-    def next_line(self, *, wait: bool) -> RawLine | None:
+    def next_line(self) -> RawLine | None:
         """Returns the next line, None at the end."""
         line = next(self._lines, None)
         self.ended = line is None
@@ -94,27 +106,47 @@ def _fill(record: Record, values: dict[str, Any], defaults: SamplingParams) -> N
     record.carried = {
         key: value
         for key, value in values.items()
-        if key not in INPUT_KEYS and key not in OUTPUT_KEYS
+        if key not in INPUT_KEYS and key not in OUTPUT_KEYS and key not in _PARAMS
     }
     given = values.get("id")
     if given is not None:
         if not isinstance(given, (str, int)) or isinstance(given, bool):
             raise ConfigError(f"id must be text or an integer, got {_shown(given)}")
-        record.id = given
+        record.id, record.has_own_id = given, True
+    _refuse_parameters(values)
     taken = [key for key in values if key in OUTPUT_KEYS and key not in INPUT_KEYS]
     if taken:
         raise ConfigError(f"{taken[0]!r} is a key of the output; rename it in the input")
-    record.prompt, record.messages = values.get("prompt"), values.get("messages")
-    if (record.prompt is None) == (record.messages is None):
-        both = "both are given" if record.prompt is not None else "neither is given"
-        raise ConfigError(f"one of 'prompt' and 'messages' is needed; {both}{_near(values)}")
-    if record.prompt is not None and not isinstance(record.prompt, (str, list)):
-        raise ConfigError(f"prompt must be text or token ids, got {_shown(record.prompt)}")
-    if isinstance(record.prompt, list) and any(isinstance(each, dict) for each in record.prompt):
-        raise ConfigError("prompt holds chat messages; give them as 'messages'")
-    if record.messages is not None and not (isinstance(record.messages, list) and record.messages):
-        raise ConfigError(f"messages must be a list of objects, got {_shown(record.messages)}")
+    record.prompt = _prompt_of(values)
     record.params = override(defaults, values.get("sampling_params"))
+
+
+def _refuse_parameters(values: dict[str, Any]) -> None:
+    """What would change the answer anywhere else must not be ignored here."""
+    for key, value in values.items():
+        if value is not None and key in _PARAMS:
+            raise ConfigError(f"{key!r} is a sampling parameter; put it into 'sampling_params'")
+        if value is not None and key in _SYNONYMS:
+            raise ConfigError(
+                f"{key!r} is no sampling parameter here; in 'sampling_params', {_SYNONYMS[key]}"
+            )
+
+
+def _prompt_of(values: dict[str, Any]) -> str | list[Any] | Chat:
+    prompt, messages = values.get("prompt"), values.get("messages")
+    if (prompt is None) == (messages is None):
+        both = "both are given" if prompt is not None else "neither is given"
+        raise ConfigError(f"one of 'prompt' and 'messages' is needed; {both}{_near(values)}")
+    chat = {key: values[key] for key in CHAT_KEYS if values.get(key) is not None}
+    if prompt is None:
+        return Chat(messages, **chat)
+    if chat:
+        raise ConfigError(f"{next(iter(chat))!r} goes with 'messages', not with 'prompt'")
+    if not isinstance(prompt, (str, list)):
+        raise ConfigError(f"prompt must be text or token ids, got {_shown(prompt)}")
+    if isinstance(prompt, list) and any(isinstance(each, dict) for each in prompt):
+        raise ConfigError("prompt holds chat messages; give them as 'messages'")
+    return prompt
 
 
 def override(defaults: SamplingParams, values: Mapping[str, Any] | None) -> SamplingParams:
@@ -206,8 +238,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def failure_line(record: Record, error: Exception) -> bytes:
-    """Returns the output line of a record that failed."""
-    said = {"type": type(error).__name__, "message": str(error)}
+    """Returns the output line of a record that failed. Its place is the line's number; the one that
+    the error may begin with is the generator's own count."""
+    message = _INDEX.sub("", str(error))
+    said = {"type": type(error).__name__, "message": message}
     return _dump({"id": record.id, "line": record.number, "error": said, **record.carried})
 
 
@@ -229,7 +263,7 @@ def result_line(
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": sum(len(output.token_ids) for output in outputs),
     }
-    values: dict[str, Any] = {"id": record.id, **body, "usage": usage}
+    values: dict[str, Any] = {"id": record.id, "line": record.number, **body, "usage": usage}
     if prompt_logprobs is not None:
         values["prompt_logprobs"] = [
             None if entry is None else _position(next(iter(entry)), entry)
@@ -254,7 +288,7 @@ def _sample(output: CompletionOutput, *, with_token_ids: bool) -> dict[str, Any]
     return values
 
 
-def _position(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
+def _position(token_id: int, entry: Mapping[int, Logprob]) -> dict[str, Any]:
     """The log-probability of a token, and those of the other candidates that were asked for."""
     chosen = _candidate(token_id, entry[token_id])
     if len(entry) > 1:

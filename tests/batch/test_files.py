@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,13 +76,18 @@ def test_a_pipe_says_that_it_has_nothing_just_now(tmp_path):
     thread.start()
     source = LineSource(str(fifo))
     thread.join(5)
-    assert source.next_line(wait=False) is None and not source.ended
+    news: queue.SimpleQueue[None] = queue.SimpleQueue()
+    source.on_news = partial(news.put, None)
+    assert source.next_line() is None and not source.ended
     os.write(opened[0], b"a\nb")
-    assert source.next_line(wait=True) == RawLine(1, b"a")
-    assert source.next_line(wait=False) is None and not source.ended
+    news.get(timeout=5)
+    assert source.next_line() == RawLine(1, b"a")
+    assert source.next_line() is None and not source.ended and news.empty()
     os.close(opened[0])
-    assert source.next_line(wait=True) == RawLine(2, b"b")
-    assert source.next_line(wait=True) is None and source.ended
+    news.get(timeout=5)
+    assert source.next_line() == RawLine(2, b"b")
+    news.get(timeout=5)
+    assert source.next_line() is None and source.ended
 
 
 def test_a_file_is_read_as_it_is_asked_for(tmp_path, monkeypatch):
@@ -97,7 +104,7 @@ def test_a_file_is_read_as_it_is_asked_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "read", read)
     source = LineSource(str(path))
-    assert source.next_line(wait=True) == RawLine(1, b"line")
+    assert source.next_line() == RawLine(1, b"line")
     assert taken <= 1 << 16
     source.close()
 

@@ -8,10 +8,12 @@ import math
 import pytest
 
 from fastdecode_rdma.batch.files import RawLine
-from fastdecode_rdma.batch.records import failure_line, override, parse, result_line
-from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.batch.records import CHAT_KEYS, failure_line, override, parse, result_line
+from fastdecode_rdma.chat import Chat
+from fastdecode_rdma.errors import CacheFullError, ConfigError, SamplingError
 from fastdecode_rdma.sequence import CompletionOutput, Logprob, SamplingParams
 
+USER = {"role": "user", "content": "x"}
 DEFAULTS = SamplingParams(temperature=0.5, max_tokens=7)
 
 
@@ -80,8 +82,16 @@ def test_absent_and_null_are_the_same(values, expected):
         ({"prompt": 3}, "prompt must be text or token ids, got 3"),
         ({"prompt": {"role": "user"}}, "prompt must be text or token ids"),
         ({"prompt": [{"role": "user", "content": "x"}]}, "give them as 'messages'"),
-        ({"messages": []}, "messages must be a list of objects"),
-        ({"messages": "x"}, "messages must be a list of objects"),
+        ({"messages": []}, "needs at least one message"),
+        ({"messages": "x"}, "messages must be a list of dicts"),
+        ({"messages": [{"content": "x"}]}, "message 0 needs a 'role'"),
+        ({"messages": [USER], "tools": {"name": "f"}}, "tools must be a list of dicts"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
+        ({"messages": [USER], "continue_final_message": "no"}, "must be True or False, got 'no'"),
+        ({"prompt": "x", "tools": []}, "'tools' goes with 'messages'"),
+        ({"prompt": "x", "max_tokens": 3}, "'max_tokens' is a sampling parameter; put it into"),
+        ({"messages": [USER], "logprobs": 0}, "'logprobs' is a sampling parameter; put it into"),
+        ({"prompt": "x", "max_new_tokens": 3}, "in 'sampling_params', use max_tokens"),
         ({"prompt": "x", "id": 1.5}, "id must be text or an integer, got 1.5"),
         ({"prompt": "x", "id": True}, "id must be text or an integer"),
         ({"prompt": "x", "id": ["a"]}, "id must be text or an integer"),
@@ -123,6 +133,40 @@ def test_what_is_known_of_a_wrong_line_is_carried():
     }
 
 
+def test_a_chat_is_all_that_the_library_knows_of_one():
+    more = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "documents": [{"title": "t", "text": "x"}],
+        "chat_template": "default",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    assert more.keys() == set(CHAT_KEYS)
+    record = record_of({"messages": [USER], "label": 1, **more})
+    assert record.error is None
+    assert record.prompt == Chat([USER], **more) and record.carried == {"label": 1}
+    record = record_of({"messages": [USER], **dict.fromkeys(more), "max_tokens": None})
+    assert record.error is None
+    assert record.prompt == Chat([USER]) and record.carried == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SamplingError("request 7: non-finite logits"), "non-finite logits"),
+        (SamplingError("request 7, output token 3: boom"), "output token 3: boom"),
+        (CacheFullError("request 12: no worker had room"), "no worker had room"),
+        (ConfigError("prompt 3: the prompt is empty"), "the prompt is empty"),
+        (ConfigError("the prompt 3: is"), "the prompt 3: is"),
+    ],
+)
+def test_an_error_names_no_number_but_the_lines(error, message):
+    values = json.loads(failure_line(record_of({"id": "a", "prompt": "x"}), error))
+    assert values["line"] == 3
+    assert values["error"] == {"type": type(error).__name__, "message": message}
+
+
 def test_override():
     assert override(DEFAULTS, None) is DEFAULTS
     changed = override(DEFAULTS, {"max_tokens": 9, "temperature": None, "stop": "x"})
@@ -137,6 +181,7 @@ def test_one_sample_is_flat_and_several_are_a_list():
     assert line.endswith(b"\n") and line.count(b"\n") == 1 and "é".encode() in line
     assert json.loads(line) == {
         "id": "é",
+        "line": 3,
         "text": "a",
         "finish_reason": "stop",
         "stop_reason": "!",
