@@ -63,12 +63,12 @@ def make_hf() -> Callable[..., torch.nn.Module]:
     return build
 
 
-@pytest.fixture
-def save(tmp_path: Path) -> Callable[..., Path]:
+@pytest.fixture(scope="session")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Saves a transformers model as a checkpoint directory; edits its config.json if asked."""
 
     def write(model: torch.nn.Module, *, shards: bool = False, **edits: object) -> Path:
-        path = tmp_path / f"checkpoint{len(list(tmp_path.iterdir()))}"
+        path = tmp_path_factory.mktemp("checkpoint")
         model.save_pretrained(path, max_shard_size="40KB" if shards else "5GB")
         assert (path / "model.safetensors.index.json").exists() == shards
         config = json.loads((path / "config.json").read_text()) | edits

@@ -61,7 +61,7 @@ IDS = torch.randint(3, 96, (24,), generator=torch.Generator().manual_seed(5))
 FP32_ATOL = 2e-4
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(scope="module", params=CONFIGS)
 def checkpoint(request, make_hf, save):
     return save(make_hf(CONFIGS[request.param]))
 
