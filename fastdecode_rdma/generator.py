@@ -95,14 +95,16 @@ class Generator:
 
         path: a model directory, or a name in the local Hugging Face cache.
         workers: addresses ("tcp://host:18815", "host"); None embeds one worker in this process.
-        token_file: the shared token for workers on other machines.
+        token_file: the file that holds the token shared with `workers`.
         dtype: compute dtype; "auto" or "float32" on a CPU.
         kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16", "bf16", "int8" or "int4".
         device: None or "cpu".
         max_model_len: tokens of prompt and answer; default: what model and workers can hold.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: prompt tokens prefilled between two decode steps.
-        max_waiting: requests that may wait for a seat before `submit` and `stream` refuse more.
+        max_waiting: sequences of `submit` and `stream` that may wait for a seat before both refuse
+            more; a request has `n` of them. Prompts of `generate` and `complete`, which submit
+            as many as the batch has room for, do not count.
         tokenizer: another directory with a tokenizer; chat_template: another template (Jinja text).
         eos_token_id: one or more ids that end a sequence, besides those of the model's files.
         seed: makes the seeds of unseeded requests reproducible.
@@ -154,6 +156,9 @@ class Generator:
         on_error: str = "raise",
     ) -> EventStream:
         """Checks all prompts now, then returns an iterator over TokenEvents as they happen.
+
+        What is left of them is cancelled by its `close()`, by leaving a `with` block, and when
+        nobody refers to it any more; leaving a loop over one that has a name ends nothing.
 
         prompts: text, token ids or chat messages; one, a list, or any iterable, which is pulled as
             the batch has room (a bad prompt in it fails alone).
@@ -210,13 +215,15 @@ class Generator:
 
         Raises:
             ConfigError: the prompt or its parameters cannot be used.
-            QueueFullError: `max_waiting` requests wait for a seat already.
+            QueueFullError: `max_waiting` sequences wait for a seat already.
         """
         return RequestHandle(self._loop, self._single(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncEventStream:
-        """Submits one request and returns its events for `async for`. Cancelling the task that
-        reads them, or leaving the loop, cancels the request.
+        """Submits one request and returns its events for `async for`. The request is cancelled when
+        the task that waits for an event is, and when nobody refers to the stream any more. To be
+        sure of it as soon as the loop is left, use a block:
+        `async with gen.stream(...) as events: async for event in events: ...`.
 
         Arguments and errors are those of `submit`; they are raised here, before the first `await`.
         The text of a long prompt takes the tokenizer some milliseconds: a server that must not

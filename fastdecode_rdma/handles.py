@@ -189,9 +189,14 @@ class RequestHandle(_Submitted):
 class AsyncEventStream(_Submitted, AsyncIterator[TokenEvent]):
     """The events of one request for `async for`, as `Generator.stream` returns it.
 
-    Cancelling the task that waits for it, leaving the loop, `aclose` or `async with`, and losing
-    the last reference cancel the request and free its memory. It may be made in any thread and is
-    read by one task at a time, on any event loop; when that loop is closed, the request ends.
+    Cancelling the task while it waits for an event, `cancel`, `aclose`, leaving an `async with`
+    block and losing the last reference cancel the request and free its memory. Leaving an
+    `async for` by `break` or an error does so only because nobody refers to the stream any more:
+    while a variable does (or a traceback that is kept), the request runs on. So give it no name
+    (`async for event in gen.stream(...)`), or use `async with gen.stream(...) as events`.
+
+    It may be made in any thread and is read by one task at a time, on any event loop; when that
+    loop is closed, the request ends.
     """
 
     def __init__(self, loop: EngineLoop, make_request: MakeRequest) -> None:

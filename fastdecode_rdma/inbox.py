@@ -89,7 +89,9 @@ class Inbox:
 
 
 def _ring_all(bells: deque[Ring]) -> None:
-    while bells:
+    # Those that are there now: who was rung may be back with another bell before this is done, and
+    # has seen the news.
+    for _ in range(len(bells)):
         try:
             ring = bells.popleft()
         except IndexError:  # another thread has rung it

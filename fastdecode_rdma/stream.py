@@ -38,8 +38,9 @@ class EventStream(Iterator[TokenEvent]):
     """Iterates over the events of some requests, in the order in which they happen.
 
     Prompts are pulled and submitted by the thread that iterates, `lookahead` ahead of what the
-    engine has finished, so an endless source is fine. Leaving the loop early, `close()` or losing
-    the last reference cancels what is left and frees its memory.
+    engine has finished, so an endless source is fine. `close()`, leaving a `with` block and losing
+    the last reference cancel what is left and free its memory. A loop that is left early does so
+    only if nothing else refers to the stream: `for event in gen.generate(...)`.
     """
 
     def __init__(

@@ -184,6 +184,23 @@ def test_leaving_the_loop_frees_in_every_way_there_is(
         wait_until_free(gen)
 
 
+def test_a_stream_with_a_name_outlives_its_loop_unless_a_block_ends_it(
+    gen: Generator, wait_until_free: Callable[..., None]
+) -> None:
+    async def main() -> None:
+        stream = gen.stream("abc", LONG)
+        async for _ in stream:
+            break
+        assert not stream.done() and (await anext(stream)).finish_reason is None
+        async with stream as events:
+            async for _ in events:
+                break
+        assert stream.cancelled() and events is stream
+        await asyncio.to_thread(wait_until_free, gen)
+
+    asyncio.run(main())
+
+
 def test_several_event_loops_in_several_threads(gen: Generator) -> None:
     params = [replace(GREEDY, temperature=0.8, seed=seed, max_tokens=40) for seed in range(4)]
     expected = [[o.outputs[0].token_ids for o in gen.complete(["a", "b"], p)] for p in params]

@@ -300,7 +300,9 @@ def test_the_queue_is_bounded(gen: Generator, wait_until_free: Callable[[Generat
     wait_until(lambda: gen._parts.engine.num_live == SEATS + MAX_WAITING, "not added")
     assert gen.stats().num_requests_waiting == MAX_WAITING
     for call in (gen.submit, gen.stream):
-        with pytest.raises(QueueFullError, match=r"^3 requests wait for a seat already"):
+        with pytest.raises(
+            QueueFullError, match=r"^3 sequences of single requests wait for a seat"
+        ):
             call("abc", GREEDY)
     waiting.pop().cancel()
     wait_until(lambda: gen.stats().num_requests_waiting == MAX_WAITING - 1, "not removed")
@@ -316,6 +318,27 @@ def test_the_queue_is_bounded(gen: Generator, wait_until_free: Callable[[Generat
     assert sum(1 for _ in batch) == 200
     wait_until_free(gen)
     gen.submit("abc", GREEDY).result(30)
+
+
+def test_lists_do_not_take_the_queue_of_single_requests(
+    gen: Generator, wait_until_free: Callable[[Generator], None]
+) -> None:
+    with gen.generate([[i + 1] for i in range(200)], LONG) as batch:
+        next(batch)
+        wait_until(lambda: gen.stats().num_requests_running == SEATS, "not admitted")
+        before = gen.stats().num_requests_waiting  # as many as a list submits ahead
+        assert before > 0
+        handles = [gen.submit("abc", replace(GREEDY, n=2)), gen.submit("abc", GREEDY)]
+        wait_until(lambda: gen.stats().num_requests_waiting == before + 3, "not added")
+        for call in (gen.submit, gen.stream):
+            with pytest.raises(QueueFullError):
+                call("abc", GREEDY)
+        handles.pop(0).cancel()
+        wait_until(lambda: gen.stats().num_requests_waiting == before + 1, "not removed")
+        handles.append(gen.submit("abc", replace(GREEDY, n=2)))
+    assert all(handle.result(30).finished for handle in handles)
+    wait_until_free(gen)
+    assert gen._parts.engine.scheduler.num_waiting_single == 0
 
 
 def test_free_seats_do_not_count_as_waiting(gen: Generator) -> None:

@@ -43,6 +43,22 @@ def test_a_bell_rings_once_and_that_for_the_end_only_then() -> None:
     assert rung == ["event", "end"] and inbox.ends == [None] and inbox.has_news(3)
 
 
+def test_a_bell_left_while_others_ring_waits_for_the_next_event() -> None:
+    """Its owner has seen the news: ringing it at once would go on for as long as it comes back."""
+    inbox, rung = Inbox([]), []
+
+    def comes_back() -> None:
+        rung.append("event")
+        if len(rung) < 10:
+            inbox.leave_bell(comes_back)
+
+    inbox.unfinished = 2
+    inbox.leave_bell(comes_back)
+    for number in (1, 2):
+        inbox.put([event()])
+        assert len(rung) == number
+
+
 def test_the_first_end_counts_and_nothing_comes_after() -> None:
     abandoned: list[str] = []
     inbox = Inbox(deque())

@@ -51,14 +51,15 @@ class EngineLoop:
         max_waiting: int,
     ) -> None:
         """`reconnect` takes in workers that have come back, without waiting; after worker_wait_s
-        without any worker, requests fail with WorkerLostError. `max_waiting` requests may wait for
-        one of max_num_seqs seats."""
+        without any worker, requests fail with WorkerLostError. `max_waiting` sequences of
+        requests that came one by one may wait for one of max_num_seqs seats."""
         self.engine = engine
         self._reconnect = reconnect
         self._worker_wait_s = worker_wait_s
         self._max_num_seqs = max_num_seqs
         self._max_waiting = max_waiting
         self._num_submitted = self._num_added = 0  # sequences sent, and those the engine has
+        self._num_submitted_single = self._num_added_single = 0  # of them, by submit and stream
         self._is_blocked = False  # the last step left some without a seat
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._commands: deque[Callable[[], None]] = deque()
@@ -84,12 +85,15 @@ class EngineLoop:
             if listener is not None:
                 self.check_room()
                 self._listeners.add(listener)
+                request.is_single = True
+                self._num_submitted_single += request.params.n
             self._num_submitted += request.params.n
             self._commands.append(partial(self._add, request))
             self._wake.notify()
 
     def _add(self, request: Request) -> None:
         self._num_added += request.params.n
+        self._num_added_single += request.params.n * request.is_single
         self.engine.add(request)
 
     @property
@@ -103,13 +107,17 @@ class EngineLoop:
         Raises:
             QueueFullError: too many wait for a seat.
         """
-        seats = 0  # those that just came will take free ones
+        scheduler = self.engine.scheduler
+        on_their_way = self._num_submitted_single - self._num_added_single
+        single = scheduler.num_waiting_single + on_their_way
+        seats = 0  # those that just came will take the free ones that lists leave them
         if not self._is_blocked:
-            seats = max(0, self._max_num_seqs - self.engine.scheduler.num_running)
-        if self.num_waiting - seats >= self._max_waiting:
+            others = max(0, self.num_waiting - single)
+            seats = max(0, self._max_num_seqs - scheduler.num_running - others)
+        if single - seats >= self._max_waiting:
             raise QueueFullError(
-                f"{self._max_waiting} requests wait for a seat already, as many as max_waiting "
-                "allows; try again later"
+                f"{self._max_waiting} sequences of single requests wait for a seat already, as "
+                "many as max_waiting allows; try again later"
             )
 
     def cancel(self, request: Request) -> None:

@@ -57,6 +57,7 @@ class Request:
     make_detokenizer: Callable[[], IncrementalDetokenizer | None]
     deliver: Callable[[list[TokenEvent]], None]
     fail: Callable[[int, FastDecodeError], None]
+    is_single: bool = False  # it came by itself: `max_waiting` bounds those
     rules: LogitRules | None = None  # what its parameters do to logits, if anything
     sequences: list[LiveSequence] = field(default_factory=list)
     submitted_s: float = field(default_factory=time.perf_counter)

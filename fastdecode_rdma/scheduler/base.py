@@ -21,6 +21,7 @@ class Job:
     prompt_len: tokens of the prompt.
     max_tokens: bound on generated tokens.
     arrival: ascending order of submission, kept when a sequence is preempted.
+    is_single: its request came by itself, rather than from a list that is submitted bit by bit.
     """
 
     handle: int
@@ -28,6 +29,7 @@ class Job:
     prompt_len: int
     max_tokens: int
     arrival: int
+    is_single: bool = False
 
 
 @dataclass(slots=True)
@@ -79,6 +81,11 @@ class Scheduler(ABC):
     @abstractmethod
     def num_waiting(self) -> int:
         """Jobs that hold no cache."""
+
+    @property
+    @abstractmethod
+    def num_waiting_single(self) -> int:
+        """Those among them whose requests came by themselves."""
 
     @property
     @abstractmethod

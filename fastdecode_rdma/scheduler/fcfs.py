@@ -19,10 +19,12 @@ class FcfsScheduler(Scheduler):
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._waiting: list[tuple[Job, ...]] = []  # gangs in order of arrival
+        self._num_waiting_single = 0
         self._running: dict[int, Job] = {}  # in order of arrival
 
     def add(self, gang: Sequence[Job]) -> None:
         bisect.insort(self._waiting, tuple(gang), key=lambda jobs: jobs[0].arrival)
+        self._num_waiting_single += len(gang) * gang[0].is_single
 
     def remove(self, handle: int) -> None:
         if self._running.pop(handle, None) is not None:
@@ -31,6 +33,7 @@ class FcfsScheduler(Scheduler):
             if any(job.handle == handle for job in gang):
                 rest = tuple(job for job in gang if job.handle != handle)
                 self._waiting[index : index + 1] = [rest] if rest else []
+                self._num_waiting_single -= gang[0].is_single
                 return
 
     def requeue(self, handle: int) -> None:
@@ -44,6 +47,10 @@ class FcfsScheduler(Scheduler):
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting))
+
+    @property
+    def num_waiting_single(self) -> int:
+        return self._num_waiting_single
 
     @property
     def num_running(self) -> int:
@@ -86,6 +93,7 @@ class FcfsScheduler(Scheduler):
             if not room.reserve_gang([job.handle for job in gang], prompt + 1):
                 break
             admitted.append(self._waiting.pop(0))
+            self._num_waiting_single -= len(gang) * gang[0].is_single
             tokens += prompt
             seats -= len(gang)
         return admitted

@@ -35,7 +35,7 @@ class TokenRoom:
 
 
 def job(handle: int, prompt_len: int = 10, max_tokens: int = 5) -> Job:
-    return Job(handle, prompt_len, prompt_len, max_tokens, handle)
+    return Job(handle, prompt_len, prompt_len, max_tokens, handle, is_single=handle % 2 == 1)
 
 
 def scheduler(max_num_seqs: int = 4, max_num_batched_tokens: int = 100) -> FcfsScheduler:
@@ -107,7 +107,9 @@ def test_remove_works_in_every_state(state: str) -> None:
     policy.schedule(room)
     if state == "preempted":
         policy.requeue(1)
+    assert policy.num_waiting_single == (1 if state == "preempted" else 0)
     policy.remove({"waiting": 2, "running": 1, "preempted": 1, "unknown": 99}[state])
+    assert policy.num_waiting_single == 0
     assert policy.num_running + policy.num_waiting == (2 if state == "unknown" else 1)
 
 
@@ -130,6 +132,8 @@ def test_everything_that_fits_alone_finishes(
             break
         plan = policy.schedule(room)
         assert sum(room.held.values()) <= capacity
+        waiting = [each.handle for gang in policy._waiting for each in gang]
+        assert policy.num_waiting_single == sum(handle % 2 for handle in waiting)
         started = [handle for gang in plan.prefill for handle in gang]
         assert not set(started) & set(plan.decode) and len(plan.decode) + len(started) <= seats
         for handle in plan.decode + started:
