@@ -6,14 +6,19 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 cdef extern from "sampling.h" nogil:
     ctypedef struct sampling_row:
         pass
+    ctypedef struct sampling_top:
+        pass
+    ctypedef struct sampling_score:
+        pass
     void team_bind(uintptr_t address)
     int sampling_isa
     int sampling_isa_supported(int isa)
     void sampling_philox(const uint32_t *counters, const uint32_t *keys, uint32_t *out, int64_t num)
     void sampling_run(sampling_row *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
+    void sampling_score_run(sampling_score *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
 
 
-ROW_BYTES = sizeof(sampling_row)
+ROW_BYTES, TOP_BYTES, SCORE_BYTES = sizeof(sampling_row), sizeof(sampling_top), sizeof(sampling_score)
 ISA_NAMES = ("baseline", "avx2")
 
 
@@ -40,3 +45,9 @@ def sample(uintptr_t rows, int64_t num_rows, int64_t vocab_size, int num_threads
     """Fills in the tokens of an array of rows, each of which points at its logits [V]."""
     with nogil:
         sampling_run(<sampling_row *>rows, num_rows, vocab_size, num_threads)
+
+
+def score(uintptr_t rows, int64_t num_rows, int64_t vocab_size, int num_threads):
+    """Fills in the log-probabilities of an array of rows, each of which points at its logits [V]."""
+    with nogil:
+        sampling_score_run(<sampling_score *>rows, num_rows, vocab_size, num_threads)

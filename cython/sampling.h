@@ -1,5 +1,5 @@
 /* Logits -> tokens, rows in parallel: largest logit, temperature, min_p, top_k, top_p and the draw for a
- * given uniform number.
+ * given uniform number. And log-probabilities: of one token of a row, and of the most probable ones.
  *
  * No row is sorted whole. Without top_k and top_p, sums of blocks find the block that the draw falls
  * into. With them, a histogram of (max - x) / temperature has whole bins of tokens counted and summed at
@@ -40,6 +40,25 @@ typedef struct {
     int64_t num_rows, vocab_size;
     _Atomic int64_t next;
 } sampling_job;
+
+/* One of a row's most probable tokens; logprobs.py has the same layout, and that of sampling_score. */
+typedef struct {
+    double logprob;
+    int32_t token, rank;
+} sampling_top;
+
+typedef struct {
+    uint64_t logits, top; /* addresses of fp32 [V] and of sampling_top [num_top], num_top <= V */
+    int64_t token, num_top;
+    double logprob; /* result, of `token`; NaN: no finite largest logit */
+    int64_t rank;   /* result, from 1; 0 with NaN; -2: no memory */
+} sampling_score;
+
+typedef struct {
+    sampling_score *rows;
+    int64_t num_rows, vocab_size;
+    _Atomic int64_t next;
+} sampling_score_job;
 
 typedef struct {
     const float *x;
@@ -157,10 +176,25 @@ static void sampling_sort(sampling_list *list)
     }
 }
 
+/* Leaves the first `num` of the sorted order, in any order. A heap holds the best so far: n log num at most. */
+static void sampling_keep_first(sampling_list *list, int64_t num)
+{
+    uint64_t *keys = list->keys;
+    if (list->num <= num) return;
+    for (int64_t i = num / 2 - 1; i >= 0; i--) sampling_sift(keys, i, num);
+    for (int64_t i = num; i < list->num; i++) {
+        if (keys[i] >= keys[0]) continue;
+        keys[0] = keys[i];
+        sampling_sift(keys, 0, num);
+    }
+    list->num = num;
+}
+
 #define SAMPLE(name) sample_base_##name
 #define SAMPLE_MADD(a, b, c) ((a) * (b) + (c))
 #define SAMPLE_MAX(a, b) ((sv8f)((((a) > (b)) & (sv8i)(a)) | (~((a) > (b)) & (sv8i)(b))))
 #include "sampling_body.h"
+#include "sampling_score.h"
 #undef SAMPLE
 #undef SAMPLE_MADD
 #undef SAMPLE_MAX
@@ -173,6 +207,7 @@ static void sampling_sort(sampling_list *list)
 #define SAMPLE_MADD(a, b, c) ((sv8f)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #define SAMPLE_MAX(a, b) ((sv8f)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #include "sampling_body.h"
+#include "sampling_score.h"
 #undef SAMPLE
 #undef SAMPLE_MADD
 #undef SAMPLE_MAX
@@ -207,6 +242,13 @@ static void sampling_philox(const uint32_t *counters, const uint32_t *keys, uint
     }
 }
 
+/* A region is not worth its start-up for a few small rows. */
+static int sampling_threads(int64_t num_rows, int64_t vocab_size, int num_threads)
+{
+    if (num_rows * vocab_size < 32768) return 1;
+    return num_threads > num_rows ? (int)num_rows : num_threads;
+}
+
 /* Fills in the token of every row. */
 static void sampling_run(sampling_row *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
 {
@@ -215,9 +257,18 @@ static void sampling_run(sampling_row *rows, int64_t num_rows, int64_t vocab_siz
 #if defined(__x86_64__)
     if (sampling_isa == 1) body = sample_avx2_body;
 #endif
-    if (num_threads > num_rows) num_threads = (int)num_rows;
-    if (num_rows * vocab_size < 32768) num_threads = 1; /* a region is not worth its start-up */
-    team_run(num_threads, body, &job);
+    team_run(sampling_threads(num_rows, vocab_size, num_threads), body, &job);
+}
+
+/* Fills in the log-probabilities of every row. */
+static void sampling_score_run(sampling_score *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
+{
+    sampling_score_job job = {.rows = rows, .num_rows = num_rows, .vocab_size = vocab_size};
+    team_body_fn body = sample_base_score_body;
+#if defined(__x86_64__)
+    if (sampling_isa == 1) body = sample_avx2_score_body;
+#endif
+    team_run(sampling_threads(num_rows, vocab_size, num_threads), body, &job);
 }
 
 #endif

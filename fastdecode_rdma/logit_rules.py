@@ -58,13 +58,14 @@ class LogitRules:
 class LogitState:
     """One sequence under its rules."""
 
-    __slots__ = ("_counts", "_output_ids", "_prompt_ids", "_prompt_list", "_rules")
+    __slots__ = ("_counts", "_output_ids", "_prompt_ids", "_prompt_list", "_rules", "_shown_ids")
 
     def __init__(self, rules: LogitRules, prompt_ids: np.ndarray, output_ids: list[int]) -> None:
         self._rules = rules
         self._prompt_ids = prompt_ids
         self._output_ids = output_ids
         self._prompt_list: list[int] | None = None
+        self._shown_ids: list[int] = []  # what logits processors are given
         self._counts: _TokenCounts | None = None
 
     @property
@@ -125,7 +126,9 @@ class LogitState:
         """Runs one logits processor; its result replaces the logits."""
         name = processor_name(processor)
         row = torch.from_numpy(logits)
-        ids: list[list[int]] = [list(self._output_ids)]  # a copy: these are the sequence's own
+        # a copy that grows: the sequence's own ids must stay as they are, whatever a processor does
+        self._shown_ids.extend(self._output_ids[len(self._shown_ids) :])
+        ids = [self._shown_ids]
         if wants_prompt:
             if self._prompt_list is None:
                 self._prompt_list = self._prompt_ids.tolist()
@@ -138,6 +141,8 @@ class LogitState:
             raise SamplingError(
                 f"logits processor {name} raised {type(error).__name__}: {error}"
             ) from error
+        if len(self._shown_ids) != len(self._output_ids):
+            self._shown_ids = []  # against the rules: start again
         if result is not None and result is not row:
             logits[...] = _as_row(name, result, len(logits))
         highest = logits.max()

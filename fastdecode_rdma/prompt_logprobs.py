@@ -1,43 +1,14 @@
-"""Log-probabilities of prompt tokens: flat arrays that read like vLLM's list of dicts.
-
-A row's values depend on its logits alone, never on the rows computed with it: every sum along the
-vocabulary runs in one fixed order on one thread.
-"""
+"""Log-probabilities of prompt tokens: flat arrays that read like vLLM's list of dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, overload
 
 import numpy as np
 
-from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.logprobs import SCORE, TOP, build_entry, score
 from fastdecode_rdma.sequence import Logprob
-
-BLOCK_ELEMENTS = 1 << 17
-"""Logits that are worked on at once (one row at least): 1 MiB in float64 stays in the cache, and
-small vocabularies do not pay numpy's overhead per token."""
-
-MAX_VALUES = 1 << 24
-"""Log-probabilities of one prompt: 256 MiB in arrays, some 3 GB as dicts."""
-
-
-def check_amount(num_top: int | None, num_tokens: int, vocab_size: int) -> None:
-    """Checks that what a prompt's log-probabilities would hold is within reason.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if num_top is None:
-        return
-    count = vocab_size if num_top < 0 else min(num_top, vocab_size)
-    if num_tokens * count > MAX_VALUES:
-        raise ConfigError(
-            f"prompt_logprobs={num_top} of a prompt of {num_tokens} tokens is {num_tokens * count} "
-            f"values, at most {MAX_VALUES} are given: for this prompt use up to "
-            f"{MAX_VALUES // num_tokens}"
-        )
 
 
 class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
@@ -51,9 +22,7 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
 
     __slots__ = (
         "_decode",
-        "_top_ids",
-        "_top_logprobs",
-        "_top_ranks",
+        "_top",
         "logprobs",
         "num_top",
         "ranks",
@@ -73,9 +42,7 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         self.num_top = vocab_size if num_top < 0 else min(num_top, vocab_size)
         self.logprobs = np.full(length, np.nan)
         self.ranks = np.zeros(length, np.int64)
-        self._top_ids = np.zeros((length, self.num_top), np.int32)
-        self._top_ranks = np.zeros((length, self.num_top), np.int32)
-        self._top_logprobs = np.zeros((length, self.num_top))
+        self._top = np.zeros((length, self.num_top), TOP)
         self._decode = decode_token
 
     # -- what a user sees
@@ -102,25 +69,10 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         return f"PromptLogprobs({len(self)} tokens, top {self.num_top})"
 
     def _entries(self, places: range) -> Iterator[dict[int, Logprob] | None]:
-        decode = cache(self._decode) if self._decode is not None else lambda token_id: None
         chosen = np.asarray(places, np.intp)
-        columns = (
-            values[chosen].tolist()
-            for values in (
-                self.token_ids, self.logprobs, self.ranks,
-                self._top_ids, self._top_logprobs, self._top_ranks,
-            )
-        )  # fmt: skip
-        for place, token_id, logprob, rank, *top in zip(places, *columns, strict=True):
-            if not place:
-                yield None
-                continue
-            entry = {token_id: Logprob(logprob, rank, decode(token_id))}
-            if self.num_top:
-                for other, value, place_in_row in zip(*top, strict=True):
-                    if other != token_id:
-                        entry[other] = Logprob(value, place_in_row, decode(other))
-            yield entry
+        own = (part[chosen].tolist() for part in (self.token_ids, self.logprobs, self.ranks))
+        for place, *values in zip(places, *own, strict=True):
+            yield build_entry(*values, self._top[place], self._decode) if place else None
 
     # -- what the engine does
 
@@ -130,48 +82,21 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         return not np.isnan(self.logprobs[1:]).any()
 
     def fill_(self, start: int, logits: np.ndarray) -> None:
-        """Takes the logits [R, V] (fp32, contiguous) after tokens start .. start+R; destroys them.
+        """Takes the logits [R, V] (fp32, contiguous) after tokens start .. start+R.
 
-        Allocates at most 100 bytes per element of BLOCK_ELEMENTS or of one row, whichever is more.
+        Allocates some 50 bytes per row, and per thread up to 16 per logit of one row.
+
+        Raises:
+            MemoryError: there was none to sort some of a row's tokens.
         """
-        step = max(1, BLOCK_ELEMENTS // logits.shape[1])
-        with np.errstate(invalid="ignore", over="ignore"):
-            for first in range(0, len(logits), step):
-                self._fill_block(start + first + 1, logits[first : first + step])
-
-    def _fill_block(self, start: int, logits: np.ndarray) -> None:
-        """Fills the entries of tokens start .. start+R from the logits that predict them."""
-        places = slice(start, start + len(logits))
-        highest = logits.max(axis=1)  # NaN if any of the row is
-        unsound = ~np.isfinite(highest)
-        if unsound.any():
-            logits[unsound] = 0.0
-        own = logits[np.arange(len(logits)), self.token_ids[places]]
-        self.ranks[places] = np.count_nonzero(logits > own[:, None], axis=1) + 1
-        if self.num_top:
-            self._fill_top(places, logits)
-        logits -= np.where(unsound, np.float32(0), highest)[:, None]
-        np.exp(logits, out=logits)
-        # converted first: a sum that converts on the way runs through a buffer that rows share
-        total = np.log(logits.astype(np.float64).sum(axis=1)) + highest
-        self.logprobs[places] = np.where(unsound, np.nan, own - total)
-        self._top_logprobs[places] -= total[:, None]
-
-    def _fill_top(self, places: slice, logits: np.ndarray) -> None:
-        """Fills in the highest logits of each row, with their ids and ranks."""
-        count, vocab_size = self.num_top, logits.shape[1]
-        # partition, then look for what reaches the last place: faster than argpartition
-        bound = np.partition(logits, vocab_size - count, axis=1)[:, vocab_size - count]
-        rows, ids = np.nonzero(logits >= bound[:, None])
-        values = logits[rows, ids]
-        order = np.lexsort((ids, -values, rows))
-        rows, ids, values = rows[order], ids[order], values[order]
-        # more than `count` reach it where several equal it: those with the lowest ids are kept
-        kept = np.arange(len(rows)) - np.searchsorted(rows, rows) < count
-        values = values[kept].reshape(-1, count)
-        self._top_ids[places] = ids[kept].reshape(-1, count)
-        self._top_logprobs[places] = values
-        is_new = np.ones(values.shape, bool)
-        is_new[:, 1:] = values[:, 1:] != values[:, :-1]
-        ranks = np.where(is_new, np.arange(1, count + 1), 0)
-        self._top_ranks[places] = np.maximum.accumulate(ranks, axis=1)
+        places = slice(start + 1, start + 1 + len(logits))
+        rows = np.zeros(len(logits), SCORE)
+        numbers = np.arange(len(logits), dtype=np.uint64)
+        rows["logits"] = logits.ctypes.data + numbers * np.uint64(logits.strides[0])
+        top = self._top[places]
+        rows["top"] = top.ctypes.data + numbers * np.uint64(top.strides[0])
+        rows["token"] = self.token_ids[places]
+        rows["num_top"] = self.num_top
+        score(rows, logits.shape[1])
+        self.logprobs[places] = rows["logprob"]
+        self.ranks[places] = rows["rank"]

@@ -13,7 +13,7 @@ from fastdecode_rdma.engine.setup import EngineParts
 from fastdecode_rdma.engine.state import Request
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.logit_rules import RuleCompiler
-from fastdecode_rdma.prompt_logprobs import check_amount
+from fastdecode_rdma.logprobs import check_amount
 from fastdecode_rdma.prompts import (
     CheckedPrompt,
     Prompt,
@@ -101,7 +101,10 @@ class RequestFactory:
         if params.stop and self._tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
         self._rules.compile(params)
-        check_amount(params.prompt_logprobs, len(ids), self._encoder.vocab_size)
+        vocab_size = self._encoder.vocab_size
+        check_amount("prompt_logprobs", params.prompt_logprobs, len(ids), vocab_size)
+        num_tokens = params.n * self._max_tokens(params, ids)
+        check_amount("logprobs", params.logprobs, num_tokens, vocab_size)
         needed = params.n * self._parts.engine.placement.bytes_for(len(ids) + 1)
         if needed > self._worker_bytes:
             raise ConfigError(
@@ -109,9 +112,14 @@ class RequestFactory:
                 f"KV-cache on one worker, and the largest has {self._worker_bytes}"
             )
 
+    def _max_tokens(self, params: SamplingParams, ids: np.ndarray) -> int:
+        """New tokens at most: never more than the room left."""
+        room = self._encoder.max_model_len - len(ids)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
     def _request_maker(self, prompt: CheckedPrompt) -> MakeRequest:
         params, tokenizer = prompt.params, self._tokenizer
-        room = self._encoder.max_model_len - len(prompt.ids)
+        max_tokens = self._max_tokens(params, prompt.ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         rules = self._rules.compile(params)
 
@@ -122,7 +130,7 @@ class RequestFactory:
                 prompt_ids=prompt.ids,
                 params=params,
                 seed=seed,
-                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                max_tokens=max_tokens,
                 make_detokenizer=partial(_make_detokenizer, tokenizer, params, prompt.ids),
                 deliver=deliver,
                 fail=fail,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -21,7 +21,7 @@ class _Sample:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -11,11 +11,8 @@ probable down (equal ones in id order).
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -23,10 +20,11 @@ from torch import Tensor
 
 from fastdecode_rdma.errors import SamplingError
 from fastdecode_rdma.logit_rules import LogitState
-from fastdecode_rdma.sequence import GREEDY_TEMPERATURE, Logprob, SamplingParams
+from fastdecode_rdma.logprobs import NO_MEMORY, SCORE, TOP, TopLogprobs, bind_kernel, score
+from fastdecode_rdma.sequence import GREEDY_TEMPERATURE, SamplingParams
 
 try:
-    from fastdecode_rdma import _sampling, _team
+    from fastdecode_rdma import _sampling
 except ImportError as exc:
     raise ImportError(
         "compiled kernels not found: run `pip install -e .`, or leave the checkout directory"
@@ -39,7 +37,6 @@ ROW = np.dtype(
     ]
 )  # fmt: skip
 """One row as the kernel reads it: `sampling_row` in cython/sampling.h."""
-NO_MEMORY = -2
 MAX_TEMPERATURE = 1e30
 """Higher ones differ in nothing, and fp32 has no room for many of them."""
 MAX_TOP_K = 1 << 62
@@ -53,15 +50,28 @@ class SampledTokens:
     token (its id is -1) and its request must fail; the other rows are sound. The same holds for
     rows in `errors`: their own parameters left no token. `logprobs` and `top_logprobs` are None
     when no row asked for them, and None per row that did not.
-    `top_logprobs[row]` maps token ids to Logprob, the chosen token first, then by rank;
-    `decoded_token` is left to whoever has the tokenizer.
+    `top_logprobs[row]` maps token ids to Logprob; whoever has the tokenizer sets `decode_token`.
     """
 
     token_ids: list[int]
     finite: list[bool]
     errors: dict[int, SamplingError]
     logprobs: list[float | None] | None
-    top_logprobs: list[dict[int, Logprob] | None] | None
+    top_logprobs: list[TopLogprobs | None] | None
+
+
+class Scratch:
+    """Memory for rows that are altered, kept from step to step: fresh pages cost more than the
+    copies themselves."""
+
+    def __init__(self) -> None:
+        self._flat = np.empty(0, np.float32)
+
+    def rows(self, num_rows: int, vocab_size: int) -> np.ndarray:
+        """Returns fp32 [num_rows, vocab_size], valid until the next call."""
+        if len(self._flat) < num_rows * vocab_size:
+            self._flat = np.empty(num_rows * vocab_size, np.float32)
+        return self._flat[: num_rows * vocab_size].reshape(num_rows, vocab_size)
 
 
 def philox4x32(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -97,12 +107,13 @@ def sample(
     sample_indices: Sequence[int],
     *,
     states: Sequence[LogitState | None] | None = None,
+    scratch: Scratch | None = None,
     num_threads: int | None = None,
 ) -> SampledTokens:
     """Returns one token per row; `positions` counts the output tokens before this one.
 
-    `states` hold what else changes a row's logits (logit_rules.py); such rows are copied first.
-    `num_threads` is torch's number by default.
+    `states` hold what else changes a row's logits (logit_rules.py); such rows are copied first,
+    to `scratch` (memory of its own by default). `num_threads` is torch's number by default.
 
     Raises:
         MemoryError: there was none to sort some of a row's tokens.
@@ -120,10 +131,12 @@ def sample(
         rows["top_p"] = [p.top_p for p in params]
         rows["top_k"] = [min(p.top_k, MAX_TOP_K) for p in params]
         rows["min_p"] = [p.min_p for p in params]
-    altered, errors = ({}, {}) if states is None else _alter(logits.numpy(), states)
+    altered, errors = (
+        ({}, {}) if states is None else _alter(logits.numpy(), states, scratch or Scratch())
+    )
     for row, copy in altered.items():
         rows["logits"][row] = copy.ctypes.data
-    _bind_kernel()
+    bind_kernel()
     num_threads = torch.get_num_threads() if num_threads is None else num_threads
     _sampling.sample(rows.ctypes.data, num_rows, vocab_size, num_threads)
     token_ids: list[int] = rows["token"].tolist()
@@ -134,30 +147,42 @@ def sample(
     finite = [token_id >= 0 or row in errors for row, token_id in enumerate(token_ids)]
     if all(row_params.logprobs is None for row_params in params):
         return SampledTokens(token_ids, finite, errors, None, None)
-    logprobs: list[float | None] = [None] * num_rows
-    top_logprobs: list[dict[int, Logprob] | None] = [None] * num_rows
-    for row in range(num_rows):
-        count = params[row].logprobs
-        if count is not None and token_ids[row] >= 0:
-            top = _top_logprobs(logits[row], token_ids[row], count)
-            top_logprobs[row] = top
-            logprobs[row] = top[token_ids[row]].logprob
+    top_logprobs = _top_logprobs(logits, [p.logprobs for p in params], token_ids, num_threads)
+    logprobs = [None if top is None else top.logprob for top in top_logprobs]
     return SampledTokens(token_ids, finite, errors, logprobs, top_logprobs)
 
 
-@cache
-def _bind_kernel() -> None:
-    """Gives the kernel the thread team, and the instruction set that FASTDECODE_ISA allows."""
-    _sampling.bind_team(_team.address())
-    if os.environ.get("FASTDECODE_ISA") != _sampling.ISA_NAMES[0]:
-        for isa in reversed(range(len(_sampling.ISA_NAMES))):
-            if _sampling.set_isa(isa):
-                break
+def _top_logprobs(
+    logits: Tensor,  # [R, V], as the model gave them
+    counts: Sequence[int | None],
+    token_ids: Sequence[int],
+    num_threads: int,
+) -> list[TopLogprobs | None]:
+    """Returns the chosen token's and the `counts[row]` best log-probabilities (-1: all)."""
+    vocab_size, first, step = logits.shape[1], logits.data_ptr(), 4 * logits.stride(0)
+    wanted = [row for row, count in enumerate(counts) if count is not None and token_ids[row] >= 0]
+    tops = []
+    for row in wanted:
+        count = counts[row]
+        tops.append(np.empty(vocab_size if count < 0 else min(count, vocab_size), TOP))
+    rows = np.zeros(len(wanted), SCORE)
+    rows["logits"] = [first + row * step for row in wanted]
+    rows["top"] = [top.ctypes.data for top in tops]
+    rows["token"] = [token_ids[row] for row in wanted]
+    rows["num_top"] = [len(top) for top in tops]
+    score(rows, vocab_size, num_threads)
+    found: list[TopLogprobs | None] = [None] * len(counts)
+    for row, top, logprob, rank in zip(
+        wanted, tops, rows["logprob"].tolist(), rows["rank"].tolist(), strict=True
+    ):
+        found[row] = TopLogprobs(token_ids[row], logprob, rank, top)
+    return found
 
 
 def _alter(
     values: np.ndarray,  # [R, V]
     states: Sequence[LogitState | None],
+    scratch: Scratch,
 ) -> tuple[dict[int, np.ndarray], dict[int, SamplingError]]:
     """Returns altered copies of the rows whose states say so, and why others failed.
 
@@ -165,36 +190,16 @@ def _alter(
     """
     altered: dict[int, np.ndarray] = {}
     errors: dict[int, SamplingError] = {}
-    for row, state in enumerate(states):
-        if state is None or not state.is_active or not np.isfinite(values[row].max()):
+    active = [row for row, state in enumerate(states) if state is not None and state.is_active]
+    copies = scratch.rows(len(active), values.shape[1])
+    for row, copy in zip(active, copies, strict=True):
+        copy[:] = values[row]
+        if not np.isfinite(copy.max()):
             continue
-        copy = values[row].copy()
         try:
-            state.apply_(copy)
+            states[row].apply_(copy)
         except SamplingError as error:
             errors[row] = error
         else:
             altered[row] = copy
     return altered, errors
-
-
-def _top_logprobs(row: Tensor, token_id: int, count: int) -> dict[int, Logprob]:  # row: [V]
-    """Returns the chosen token's and the `count` best log-probabilities (-1: all)."""
-    logits = row.numpy()
-    largest = logits.max()
-    log_total = float(largest) + math.log(np.exp(logits - largest).sum(dtype=np.float64))
-    chosen = logits[token_id]
-    rank = int(np.count_nonzero(logits > chosen)) + 1
-    top = {token_id: Logprob(float(chosen) - log_total, rank)}
-    if count == 0:
-        return top
-    count = len(logits) if count < 0 else min(count, len(logits))
-    values, ids = (part.numpy() for part in torch.topk(row, count))
-    order = np.lexsort((ids, -values))
-    ranks = np.searchsorted(-values[order], -values[order], side="left") + 1
-    for value, other_id, rank in zip(
-        values[order].tolist(), ids[order].tolist(), ranks.tolist(), strict=True
-    ):
-        if other_id != token_id:
-            top[other_id] = Logprob(value - log_total, rank)
-    return top

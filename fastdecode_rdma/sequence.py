@@ -45,12 +45,14 @@ class SamplingParams:
     logit_bias: {token id: from -100 to 100}, added to logits. allowed_token_ids: no others.
     logits_processors: callables (output_token_ids, logits) or (prompt_token_ids, output_token_ids,
         logits), called for every token in the engine's thread. `logits` is a fp32 tensor [V] to
-        change in place, or another is returned. An error ends this request alone. Calls repeat
-        for no token, also after a lost worker; one that keeps state of its own serves one sequence.
+        change in place, or another is returned. The lists of ids grow from call to call and must
+        not be changed. An error ends this request alone. Calls repeat for no token, also after a
+        lost worker; one that keeps state of its own serves one sequence.
     max_tokens: new tokens at most; None means as many as fit in the model.
     min_tokens: nothing stops a sequence that is shorter.
     logprobs: None, or how many top log-probabilities to return per token (0: the chosen one only;
-        -1: the whole vocabulary). They are the model's own, before everything above.
+        -1: the whole vocabulary). They are the model's own, before everything above. More than 20
+        are given for as many tokens as memory allows: 16,777,216 values in all.
     prompt_logprobs: the same for the prompt's tokens.
     detokenize: False leaves all texts empty.
     skip_special_tokens, spaces_between_special_tokens: whether texts leave special tokens out, and
@@ -163,7 +165,8 @@ class TokenEvent:
     """One step of one sample, in the order of decoding.
 
     `text` is what became certain with this token, possibly nothing: the texts of a sample
-    concatenate to its whole text. `logprob` and `top_logprobs` are None unless asked for.
+    concatenate to its whole text. `logprob` and `top_logprobs` (token id -> Logprob, the token's
+    own first, then by rank; made when it is looked at) are None unless asked for.
     `finish_reason` is None, "stop", "length", "abort" or "error"; `stop_reason` is the stop string
     or stop token id that ended it (None for end of sequence). `error` is set with "error".
     `prompt_logprobs` comes with the first event of a request that asked for them: a
@@ -175,7 +178,7 @@ class TokenEvent:
     token_id: int | None
     text: str
     logprob: float | None = None
-    top_logprobs: dict[int, Logprob] | None = None
+    top_logprobs: Mapping[int, Logprob] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -189,13 +192,14 @@ class TokenEvent:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished sample. `logprobs` has one dict per token when they were asked for."""
+    """One finished sample. `logprobs`, when asked for, has token id -> Logprob for each token: a
+    mapping that is filled when it is looked at; `dict()` makes a plain one."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

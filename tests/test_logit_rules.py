@@ -287,6 +287,23 @@ def test_every_kind_of_callable(logits: np.ndarray) -> None:
     assert np.array_equal(changed, ((logits + 1) / 2 + 1)[::-1] + 1)
 
 
+def test_the_lists_that_processors_get_grow_and_are_not_made_anew(logits: np.ndarray) -> None:
+    """A copy per token would cost O(length) at every step."""
+    seen: list[list[int]] = []
+    output: list[int] = []
+
+    def note(prompt_ids: list[int], output_ids: list[int], row: torch.Tensor) -> None:
+        assert (prompt_ids, output_ids) == ([8, 9], output)
+        assert output_ids is not output
+        seen.append(output_ids)
+
+    state = start([8, 9], output, logits_processors=[note, note])
+    for token_id in range(5):
+        applied(state, logits)
+        output.append(token_id)
+    assert len(seen) == 10 and all(ids is seen[0] for ids in seen)
+
+
 def test_processors_cannot_reach_the_sequence(logits: np.ndarray) -> None:
     """The ids they are given are copies, and other rows keep their own logits."""
     output = [1, 2]

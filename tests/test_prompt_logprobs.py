@@ -122,16 +122,15 @@ def test_what_is_no_number_is_noticed_and_harms_no_other_row(bad: float) -> None
 
 
 def test_no_python_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4000 tokens of a small vocabulary are a handful of calls of numpy, not thousands."""
-    blocks = []
-    fill_block = PromptLogprobs._fill_block
+    """4000 tokens of a small vocabulary are one call of the kernel, not thousands."""
+    calls = []
+    score = prompt_logprobs.score
 
-    def counting(self: PromptLogprobs, start: int, logits: np.ndarray) -> None:
-        blocks.append(len(logits))
-        fill_block(self, start, logits)
+    def counting(rows: np.ndarray, vocab_size: int) -> None:
+        calls.append(len(rows))
+        score(rows, vocab_size)
 
-    monkeypatch.setattr(PromptLogprobs, "_fill_block", counting)
+    monkeypatch.setattr(prompt_logprobs, "score", counting)
     logits = random_logits(4000, 300)
     make(logits, [0] * 4001, 0)
-    assert sum(blocks) == 4000
-    assert len(blocks) <= -(-4000 * 300 // prompt_logprobs.BLOCK_ELEMENTS) + 1
+    assert calls == [4000]

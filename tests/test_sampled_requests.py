@@ -16,7 +16,9 @@ from fastdecode_rdma import (
     RequestOutput,
     SamplingError,
     SamplingParams,
+    ops,
 )
+from fastdecode_rdma import logprobs as logprobs_module
 from fastdecode_rdma.engine import setup
 from fastdecode_rdma.worker.limits import default_memory
 
@@ -59,7 +61,19 @@ def gen(tiny_models: Callable[..., Path]) -> Iterator[Generator]:
         tiny_models("llama"), deterministic=True, max_model_len=256, kv_cache_dtype="fp32"
     ) as made:
         yield made
-        assert made._parts.engine.num_live == 0
+        assert not made._parts.engine.has_work()
+
+
+@pytest.fixture(scope="module")
+def usual(tiny_models: Callable[..., Path]) -> Iterator[Generator]:
+    """Not deterministic, but with the packed GEMM, as measured on most machines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "measure_gemm", lambda *_, **__: ops.GemmChoice("packed"))
+        made = Generator.from_pretrained(
+            tiny_models("llama"), max_model_len=256, kv_cache_dtype="fp32"
+        )
+    with made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +86,24 @@ def expected(gen: Generator) -> list[list[tuple[list[int], list[float]]]]:
 # -- the same tokens
 
 
-def test_in_a_batch_of_seven(gen: Generator, expected: list) -> None:
+def test_alone_without_deterministic(usual: Generator, expected: list) -> None:
+    each = zip(PROMPTS, SEVEN, strict=True)
+    assert [results(usual.complete([prompt], params))[0] for prompt, params in each] == expected
+
+
+@pytest.mark.parametrize("mode", ["gen", "usual"])
+def test_in_a_batch_of_seven(mode: str, request: pytest.FixtureRequest, expected: list) -> None:
+    gen = request.getfixturevalue(mode)
     assert results(gen.complete(PROMPTS, SEVEN)) == expected
     lengths = {len(sample[0]) for request in expected for sample in request}
     assert max(lengths) == 40 and min(lengths) < 40  # some ended by a stop token
 
 
-def test_after_neighbours_were_cancelled(gen: Generator, expected: list) -> None:
+@pytest.mark.parametrize("mode", ["gen", "usual"])
+def test_after_neighbours_were_cancelled(
+    mode: str, request: pytest.FixtureRequest, expected: list
+) -> None:
+    gen = request.getfixturevalue(mode)
     neighbours = gen.generate(PROMPTS * 2, replace(DRAWN, presence_penalty=1.0, max_tokens=100))
     for _ in range(20):
         next(neighbours)
@@ -201,6 +226,21 @@ def test_what_cannot_work_is_refused_at_the_call(
     with pytest.raises(ConfigError, match=f"prompt 1: .*{complaint}"):
         gen.complete(["a", "b"], [GREEDY, replace(GREEDY, **params)])
     assert gen.stats().prompt_tokens_total == before
+
+
+def test_more_logprobs_than_memory_allows_are_refused_at_the_call(
+    gen: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "MAX_VALUES", 300 * 8)
+    whole = replace(GREEDY, logprobs=-1, max_tokens=4, n=2)
+    for sample in gen.complete("x", whole)[0].outputs:
+        assert [len(top) for top in sample.logprobs] == [300] * 4
+    for params in (replace(whole, max_tokens=5), replace(whole, max_tokens=None)):
+        with pytest.raises(ConfigError, match=r"logprobs=-1 of .* at most 2400 are given"):
+            gen.complete("x", params)
+    with pytest.raises(ConfigError, match="prompt_logprobs=50 of 200 tokens is 10000 values"):
+        gen.complete("x" * 200, replace(GREEDY, prompt_logprobs=50))
+    assert gen.complete("x", replace(GREEDY, logprobs=20, max_tokens=200))[0].outputs
 
 
 def test_a_processor_that_fails_fails_its_request_alone(gen: Generator) -> None:

@@ -490,6 +490,21 @@ def test_rows_that_are_parts_of_a_larger_tensor_are_read_by_their_stride() -> No
     )
 
 
+def test_altered_rows_stay_in_memory_that_is_kept() -> None:
+    scratch = sampling.Scratch()
+    logits = logits_of(3, seed=16)
+    params = [SamplingParams(logit_bias={5: 100.0})] * 3
+    states = [state_of(params[0]), None, state_of(params[2])]
+    args = (logits, params, [1] * 3, [0] * 3, [0] * 3)
+    fresh = sample(*args, states=states)
+    places = set()
+    for _ in range(3):
+        kept = sample(*args, states=states, scratch=scratch)
+        places.add(scratch.rows(2, VOCAB).ctypes.data)
+        assert kept.token_ids == fresh.token_ids and kept.token_ids[::2] == [5, 5]
+    assert len(places) == 1
+
+
 def test_no_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Exhausted:
         ISA_NAMES, philox = _sampling.ISA_NAMES, _sampling.philox

@@ -9,8 +9,10 @@ import pickle
 
 import numpy as np
 import pytest
+import transformers
 
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.param_checks import HINTS
 from fastdecode_rdma.sequence import SamplingParams, TokenEvent
 
 
@@ -260,3 +262,30 @@ def test_failure_event():
 def test_values_of_the_wrong_shape_are_one_clear_line(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+VLLM_NAMES = (
+    "structured_outputs", "guided_decoding", "extra_args", "flat_logprobs", "stream_interval",
+    "skip_clone", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection",
+    "trace_decode_token_ids", "routed_experts_prompt_start", "prompt_logprob_start",
+    "prompt_logprob_token_ids", "logprob_token_ids", "output_kind", "output_text_buffer_length",
+    "truncate_prompt_tokens", "best_of", "use_beam_search", "beam_width", "length_penalty",
+    "early_stopping",
+)  # fmt: skip
+"""Of SamplingParams and BeamSearchParams, now or in earlier versions; what we lack."""
+
+
+@pytest.mark.parametrize("source", ["transformers", "vllm"])
+def test_what_others_have_is_ours_or_explained_in_its_own_words(source: str) -> None:
+    """A nearest spelling would send users astray: max_time is not max_tokens."""
+    ours = {f.name for f in dataclasses.fields(SamplingParams)}
+    config = transformers.GenerationConfig()
+    theirs = {
+        name for name in dir(config)
+        if not name.startswith("_") and not callable(getattr(config, name))
+    } if source == "transformers" else set(VLLM_NAMES)  # fmt: skip
+    assert len(theirs) > 20
+    assert sorted(theirs - ours - set(HINTS)) == []
+    assert not ours & set(HINTS)
+    with pytest.raises(ConfigError, match="no 'max_time': call cancel"):
+        SamplingParams(max_time=3.0)

@@ -34,7 +34,7 @@ from fastdecode_rdma.errors import (
 )
 from fastdecode_rdma.models import DecoderModel
 from fastdecode_rdma.prompt_logprobs import PromptLogprobs
-from fastdecode_rdma.sampling import sample
+from fastdecode_rdma.sampling import Scratch, sample
 from fastdecode_rdma.scheduler import Job, Scheduler
 from fastdecode_rdma.sequence import TokenEvent
 
@@ -65,6 +65,7 @@ class Engine:
         self.runner = DecodeRunner(model, backend)
         self._live: dict[int, LiveSequence] = {}
         self._prefills = PrefillQueue(model, backend, placement, options)
+        self._scratch = Scratch()
         self._lost_workers: set[int] = set()
         self._lost_addresses: list[str] = []
         self._next_handle = 1
@@ -365,6 +366,7 @@ class Engine:
             [len(seq.output_ids) for seq in sequences],
             [seq.sample_index for seq in sequences],
             states=[seq.logit_state for seq in sequences],
+            scratch=self._scratch,
         )
         now_s = time.perf_counter()
         events: dict[Request, list[TokenEvent]] = {}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastdecode_rdma.engine.state import EngineOptions, LiveSequence, Request
 from fastdecode_rdma.errors import FastDecodeError, SamplingError
 from fastdecode_rdma.sampling import SampledTokens
-from fastdecode_rdma.sequence import Logprob, TokenEvent
+from fastdecode_rdma.sequence import TokenEvent
 
 
 def accept_token(
@@ -42,29 +40,19 @@ def accept_token(
         text += seq.detokenizer.flush()
         if finish_reason == "length" and seq.detokenizer.stop_string is not None:
             finish_reason, stop_reason = "stop", seq.detokenizer.stop_string
+    top = None if sampled.top_logprobs is None else sampled.top_logprobs[row]
+    if top is not None and params.detokenize:
+        top.decode_token = options.decode_token
     return TokenEvent(
         request_index=request.index,
         sample_index=seq.sample_index,
         token_id=token_id,
         text=text,
         logprob=None if sampled.logprobs is None else sampled.logprobs[row],
-        top_logprobs=_top_logprobs(
-            sampled, row, options.decode_token if params.detokenize else None
-        ),
+        top_logprobs=top,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
     )
-
-
-def _top_logprobs(
-    sampled: SampledTokens, row: int, decode_token: Callable[[int], str] | None
-) -> dict[int, Logprob] | None:
-    """The row's top log-probabilities with the text of each token."""
-    top = None if sampled.top_logprobs is None else sampled.top_logprobs[row]
-    if top is not None and decode_token is not None:
-        for token_id, logprob in top.items():
-            logprob.decoded_token = decode_token(token_id)
-    return top
 
 
 def failed_by(request: Request, error: Exception) -> FastDecodeError:

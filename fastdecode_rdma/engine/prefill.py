@@ -22,7 +22,7 @@ from torch import Tensor
 from fastdecode_rdma.attention.backend import AttentionBackend
 from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, UPLOAD_TABLE, KVGroup
 from fastdecode_rdma.models import DecoderModel, ModelConfig
-from fastdecode_rdma.prompt_logprobs import BLOCK_ELEMENTS, PromptLogprobs
+from fastdecode_rdma.prompt_logprobs import PromptLogprobs
 
 CHUNK_TOKENS = 512
 """Rows of one dense pass: enough for full GEMM speed, few enough to keep activations small."""
@@ -111,11 +111,13 @@ def split_into_scores(
 
 
 def score_bytes(num_tokens: int, num_top: int, model: DecoderModel) -> int:
-    """Bound on what the log-probabilities of num_tokens add to `peak_bytes`, results included."""
+    """Bound on what the log-probabilities of num_tokens add to `peak_bytes`, results included.
+    Nothing is sized by it: it is stated for who plans memory, and tests hold a job to it."""
     vocab_size, hidden_size = model.config.vocab_size, model.config.hidden_size
     rows = min(num_tokens, score_rows(model.config))
     logits = 4 * rows * (vocab_size + 3 * hidden_size)
-    return logits + 100 * max(BLOCK_ELEMENTS, vocab_size) + num_tokens * (16 + 16 * num_top)
+    sorting = 16 * vocab_size * torch.get_num_threads()
+    return logits + sorting + num_tokens * (16 + 16 * num_top)
 
 
 class PrefillJob:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -192,7 +193,7 @@ def _assemble(
             deterministic=options.deterministic,
             timeout_s=options.timeout_s,
             eos_token_ids=eos_token_ids,
-            decode_token=None if tokenizer is None else tokenizer.token_text,
+            decode_token=None if tokenizer is None else cache(tokenizer.token_text),
         ),
     )
     return engine, notes

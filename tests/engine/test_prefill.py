@@ -112,7 +112,7 @@ def gen(tiny_models: Callable[..., Path]) -> Iterator[Generator]:
         tiny_models("gemma3"), deterministic=True, max_num_batched_tokens=300
     ) as made:
         yield made
-        assert made._parts.engine.num_live == 0
+        assert not made._parts.engine.has_work()
 
 
 def scores(outputs: list[RequestOutput]) -> list[Entries]:
@@ -242,12 +242,12 @@ def test_logits_that_overflow_fail_the_request(
 def test_more_values_than_can_be_given_are_refused_at_the_call(
     tiny_models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastdecode_rdma.prompt_logprobs.MAX_VALUES", 1200)
+    monkeypatch.setattr("fastdecode_rdma.logprobs.MAX_VALUES", 1200)
     params = replace(SCORE, prompt_logprobs=-1)
     with Generator.from_pretrained(tiny_models("llama")) as gen:
         assert len(gen.complete(prompt(4), params)[0].prompt_logprobs) == 4
         assert gen.complete(prompt(120), replace(SCORE, prompt_logprobs=10))[0].finished
-        complaint = "prompt 1: prompt_logprobs=-1 of a prompt of 5 tokens is 1500 values.*up to 240"
+        complaint = "prompt 1: prompt_logprobs=-1 of 5 tokens is 1500 values.*up to 240"
         with pytest.raises(ConfigError, match=complaint):
             gen.generate([prompt(4), prompt(5)], params)
 
