@@ -22,10 +22,6 @@ cdef extern from "attention.h" nogil:
         int64_t num_free
         int64_t num_used
         size_t block_bytes
-    ctypedef struct fd_table:
-        int32_t armed
-        int32_t num_rows
-        uint32_t step
     ctypedef struct fd_ctx:
         int32_t num_groups
         int32_t closed
@@ -37,7 +33,6 @@ cdef extern from "attention.h" nogil:
         float softcap
         fd_group *groups
         fd_layer *layers
-        fd_table *tables
         uint64_t kernel_ns
         uint64_t attends
 
@@ -230,11 +225,6 @@ cdef class Context:
         """Returns (used blocks, free blocks, bytes of a block)."""
         cdef fd_group *g = &self.ctx.groups[group]
         return g.num_used, g.num_free, g.block_bytes
-
-    def table_rows(self, int32_t table):
-        """Returns (armed, step, rows of an attend payload)."""
-        cdef fd_table *t = &self.ctx.tables[table]
-        return bool(t.armed), t.step, t.num_rows
 
     def counters(self):
         """Returns (attend calls, nanoseconds spent in them)."""

@@ -13,7 +13,6 @@ import numpy as np
 from fastdecode_rdma.errors import ConfigError
 
 DEFAULT_PORT = 18815
-MAX_TABLES = 8
 NUM_DECODE_TABLES = 2
 UPLOAD_TABLE = 2  # tables 0 and 1 are the decode mini-batches, the rest carry prefill uploads
 

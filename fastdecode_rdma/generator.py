@@ -20,7 +20,7 @@ from fastdecode_rdma.param_checks import is_integer
 from fastdecode_rdma.prompts import Prompt, PromptEncoder, is_single_prompt
 from fastdecode_rdma.requests import RequestFactory
 from fastdecode_rdma.results import ResultCollector
-from fastdecode_rdma.sequence import RequestOutput, SamplingParams, TokenEvent
+from fastdecode_rdma.sequence import RequestOutput, SamplingParams
 from fastdecode_rdma.stats import GeneratorStats
 from fastdecode_rdma.stream import EventStream, MakeRequest, Submission
 from fastdecode_rdma.tokenizer import Tokenizer
@@ -328,6 +328,3 @@ def _as_addresses(workers: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(address, str):
             raise ConfigError(f"workers must hold addresses as text, got {address!r}")
     return addresses
-
-
-__all__ = ["Generator", "RequestOutput", "SamplingParams", "TokenEvent"]

@@ -18,8 +18,6 @@ from fastdecode_rdma.sequence import SamplingParams
 from fastdecode_rdma.text_decoders import DecoderFactory
 from fastdecode_rdma.tokenizer_files import TokenizerFiles
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer"]
-
 
 class Tokenizer:
     """A model's tokenizer.

@@ -305,8 +305,9 @@ def wait_until_free() -> Callable[..., None]:
         while True:
             stats, worker = gen.stats(), gen._parts.backend._workers[0].session.stats()
             held = (
-                gen._parts.engine.num_live, stats.num_requests_running, stats.num_requests_waiting,
-                stats.workers[0].kv_cache_bytes, worker["sequences"], worker["kv_bytes_used"],
+                gen._parts.engine.has_work(), stats.num_requests_running,
+                stats.num_requests_waiting, stats.workers[0].kv_cache_bytes,
+                worker["sequences"], worker["kv_bytes_used"],
             )  # fmt: skip
             if not any(held):
                 return

@@ -29,7 +29,7 @@ def gen(tiny_models: Callable[..., Path]) -> Iterator[Generator]:
         kv_cache_dtype="fp32",
     ) as made:
         yield made
-        assert made._parts.engine.num_live == 0
+        assert not made._parts.engine.has_work()
 
 
 def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -109,7 +109,7 @@ def test_mistakes_are_named_at_the_call_and_nothing_starts(
     for call in (gen.generate, gen.complete):
         with pytest.raises(ConfigError, match=complaint):
             call(prompts, params)
-    assert gen._parts.engine.num_live == 0
+    assert not gen._parts.engine.has_work()
     assert gen.stats().prompt_tokens_total == before
 
 

@@ -128,7 +128,7 @@ def test_mistakes_are_named_at_the_call(
     for call in (gen.submit, gen.stream):
         with pytest.raises(ConfigError, match=complaint):
             call(prompt, params)
-    assert gen._parts.engine.num_live == 0
+    assert not gen._parts.engine.has_work()
 
 
 def test_many_threads_read_one_handle(gen: Generator) -> None:
@@ -297,7 +297,7 @@ def test_the_queue_is_bounded(gen: Generator, wait_until_free: Callable[[Generat
     running = [gen.submit([i + 1], LONG) for i in range(SEATS)]
     wait_until(lambda: gen.stats().num_requests_running == SEATS, "not admitted")
     waiting = [gen.submit([i + 1], GREEDY) for i in range(MAX_WAITING)]
-    wait_until(lambda: gen._parts.engine.num_live == SEATS + MAX_WAITING, "not added")
+    wait_until(lambda: len(gen._parts.engine._live) == SEATS + MAX_WAITING, "not added")
     assert gen.stats().num_requests_waiting == MAX_WAITING
     for call in (gen.submit, gen.stream):
         with pytest.raises(
@@ -307,7 +307,7 @@ def test_the_queue_is_bounded(gen: Generator, wait_until_free: Callable[[Generat
     waiting.pop().cancel()
     wait_until(lambda: gen.stats().num_requests_waiting == MAX_WAITING - 1, "not removed")
     waiting.append(gen.submit("abc", GREEDY))
-    wait_until(lambda: gen._parts.engine.num_live == SEATS + MAX_WAITING, "not added")
+    wait_until(lambda: len(gen._parts.engine._live) == SEATS + MAX_WAITING, "not added")
     with pytest.raises(QueueFullError):
         gen.submit("abc", GREEDY)
     # those that pace themselves are not refused

@@ -35,7 +35,7 @@ def memory_is_free(gen: Generator) -> bool:
     """Nothing lives, neither in the engine nor in its embedded worker."""
     stats = gen._parts.backend._workers[0].session.stats()
     booked = gen._parts.engine.placement.used_bytes(0)
-    return (gen._parts.engine.num_live, stats["sequences"], stats["kv_bytes_used"], booked) == (
+    return (gen._parts.engine.has_work(), stats["sequences"], stats["kv_bytes_used"], booked) == (
         0,
     ) * 4
 

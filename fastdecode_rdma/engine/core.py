@@ -123,11 +123,6 @@ class Engine:
         return bool(self._live)
 
     @property
-    def num_live(self) -> int:
-        """Sequences that run or wait."""
-        return len(self._live)
-
-    @property
     def num_waiting(self) -> int:
         """Sequences without a seat; any thread may ask."""
         return max(0, len(self._live) - self.scheduler.num_running)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fastdecode_rdma.config import dtype_name
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models.config import ModelConfig
 from fastdecode_rdma.models.families import FAMILIES
@@ -43,12 +42,9 @@ class _PlanOps:
         return _Shape(weight.shape[1], weight.shape[0])
 
 
-def load_model(
-    path: str | Path, ops: Ops, *, dtype: str = "auto", max_model_len: int | None = None
-) -> DecoderModel:
+def load_model(path: str | Path, ops: Ops, *, max_model_len: int | None = None) -> DecoderModel:
     """Loads a checkpoint directory, tensor by tensor through `ops.pack`.
 
-    `dtype` "fp16" or "bf16" rounds weights of another dtype to it; "auto" and "fp32" lose nothing.
     `max_model_len` bounds positions (the rope tables); None is the config's own. With rope types
     that depend on the length it also decides their frequencies, for all sequences (see rope.py).
 
@@ -67,12 +63,11 @@ def load_model(
             f"max_model_len must be from 1 to {longest}, which is what the positions "
             f"of {directory} reach, got {max_model_len}"
         )
-    rounded = None if dtype == "auto" or dtype_name(dtype) == "fp32" else dtype_name(dtype)
     build = import_module(f"fastdecode_rdma.models.{config.module}").Model
     specs = {spec for spec in config.ropes if spec is not None}
     for note in filter(None, (length_note(spec, max_model_len) for spec in specs)):
         logger.info(note)
-    with Checkpoint(directory, config, dtype=rounded) as checkpoint:
+    with Checkpoint(directory, config) as checkpoint:
         plan = WeightPlan()
         build(Loader(config, _PlanOps(), plan, dict.fromkeys(specs), max_model_len))
         checkpoint.check(plan, embeddings=f"{build.embeddings}.weight")

@@ -69,8 +69,6 @@ class ModelConfig:
     final_norm: bool = True
     attn_softcap: float | None = None
     final_softcap: float | None = None
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()

@@ -46,8 +46,6 @@ def read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dic
         "num_layers": keys.integer("num_hidden_layers"),
         "dtype": _dtype(outer),
         "tie_word_embeddings": outer.flag("tie_word_embeddings"),
-        "bos_token_id": outer.optional_integer("bos_token_id"),
-        "pad_token_id": outer.optional_integer("pad_token_id"),
         "eos_token_ids": tuple(dict.fromkeys(eos_token_ids)),
         "renames": family.renames,
         "ignored": family.ignored,

@@ -19,7 +19,6 @@ from torch import Tensor
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.json_files import read_json
 from fastdecode_rdma.models.config import ModelConfig
-from fastdecode_rdma.reference import TORCH_DTYPES
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
@@ -48,16 +47,13 @@ class WeightPlan:
 
 
 class Checkpoint:
-    """The tensors of a model directory. A context manager; tensors stay valid after it closes.
-
-    `dtype` "fp16" or "bf16" rounds tensors of another dtype to it as they are taken; None keeps
-    them as stored.
+    """The tensors of a model directory, in the dtypes that they are stored in. A context manager;
+    tensors stay valid after it closes.
     """
 
-    def __init__(self, directory: str | Path, config: ModelConfig, *, dtype: str | None) -> None:
+    def __init__(self, directory: str | Path, config: ModelConfig) -> None:
         self._directory = Path(directory)
         self._config = config
-        self._dtype = None if dtype is None else TORCH_DTYPES[dtype]
         self._files: dict[str, Any] = {}
         self._where: dict[str, tuple[str, str]] = {}  # our name -> (file, name in the file)
         self._untaken: set[str] = set()
@@ -196,13 +192,10 @@ class Checkpoint:
                 f"{self._directory / file}: tensor {stored} is {list(tensor.shape)}, "
                 f"not {list(shape)}"
             )
-        if self._dtype is not None and tensor.dtype != self._dtype:
-            tensor = tensor.to(self._dtype)
         # One pass without temporaries: NaN and infinity both survive into the extremes.
         if not all(torch.isfinite(extreme) for extreme in torch.aminmax(tensor)):
             raise ConfigError(
-                f"{self._directory / file}: tensor {stored} holds values that are not finite "
-                f"in {str(tensor.dtype).removeprefix('torch.')}"
+                f"{self._directory / file}: tensor {stored} holds values that are not finite"
             )
         self._untaken.remove(name)
         return tensor

@@ -46,10 +46,6 @@ class FrameKind(enum.IntEnum):
     IMPORT_REPLY = 21
 
 
-BULK_KINDS = frozenset({FrameKind.KV_ROWS, FrameKind.IMPORT, FrameKind.EXPORT})
-"""Frames that use bulk slots; the others use latency slots."""
-
-
 @dataclass(slots=True)
 class Frame:
     """A header. `consumed_*` count frames done with since the start; `offset` is the first token of

@@ -95,7 +95,7 @@ def test_preempted_sequences_finish_with_the_same_text(
     assert [len(o.outputs[0].token_ids) for o in got] == [100 + 10 * i for i in range(8)]
     if is_deterministic:
         assert texts_and_ids(got) == texts_and_ids(expected)
-    assert tight._parts.engine.num_live == 0
+    assert not tight._parts.engine.has_work()
     tight.close()
     assert budget.used_bytes == 0
 
@@ -170,7 +170,7 @@ def test_a_request_without_room_waits_then_fails_and_the_others_finish(
     assert outputs[0].error.needed_bytes == 5 * BLOCK
     assert [o.error for o in outputs[1:]] == [None] * 3
     assert [len(o.outputs[0].token_ids) for o in outputs[1:]] == [20] * 3
-    assert gen._parts.engine.num_live == 0
+    assert not gen._parts.engine.has_work()
 
 
 def test_those_that_fit_are_not_kept_out_by_those_packed_with_them(
@@ -235,7 +235,7 @@ def test_a_decode_step_that_is_refused_for_ever_fails_that_request(
     assert ids == expected[: len(ids)] and 50 < len(ids) < 60
     assert isinstance(last.error, CacheFullError)
     assert "65 tokens" in str(last.error) or "66 tokens" in str(last.error)
-    assert gen._parts.engine.num_live == 0
+    assert not gen._parts.engine.has_work()
     assert gen.stats().num_preemptions_total >= 1
 
 
@@ -344,7 +344,7 @@ def test_random_load_in_little_memory_with_cancels_and_threads(
     assert wrong == []
     assert tight.stats().num_preemptions_total > 0
     tight.close()  # after the cancels that are on their way
-    assert tight._parts.engine.num_live == 0 and budget.used_bytes == 0
+    assert not tight._parts.engine.has_work() and budget.used_bytes == 0
 
 
 # -- failures of one request
@@ -383,7 +383,7 @@ def test_non_finite_values_fail_their_request_alone(
         assert outputs[1].outputs[0].token_ids == generated[: generated.index(bad) + 1]
         with pytest.raises(FastDecodeError, match="request 1: non-finite"):
             gen.complete([[1, 2], [3, 4]], GREEDY)
-        assert gen._parts.engine.num_live == 0
+        assert not gen._parts.engine.has_work()
 
 
 def test_non_finite_logits_of_one_row_fail_its_request_with_all_samples(
@@ -551,13 +551,13 @@ def test_one_of_several_workers_that_comes_back_serves_again(
             assert gen.stats().recoveries == 1
             process = start_on(port)
             deadline = time.monotonic() + 30
-            while len(gen.stats().workers) < 3:  # the session that was lost counts, too
+            while not gen.stats().workers[1].is_alive:
                 assert time.monotonic() < deadline, "the worker was not taken in again"
                 gen.complete(["a"], GREEDY)
                 time.sleep(0.05)
-            before = gen.stats().workers[2].messages
+            before = gen.stats().workers[1].messages
             gen.complete(["a", "b", "c", "d"], replace(GREEDY, max_tokens=60))
-            assert gen.stats().workers[2].messages > before
+            assert gen.stats().workers[1].messages > before and len(gen.stats().workers) == 2
     finally:
         process.kill()
         process.wait(10)

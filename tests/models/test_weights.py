@@ -54,14 +54,14 @@ def edit_config(path: Path, **changes: object) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def load(path: Path, **options: object) -> torch.Tensor:
-    return reference_forward(load_model(path, ReferenceOps(), **options), IDS)
+def load(path: Path) -> torch.Tensor:
+    return reference_forward(load_model(path, ReferenceOps()), IDS)
 
 
-def refused(path: Path, *words: str, **options: object) -> None:
+def refused(path: Path, *words: str) -> None:
     """Loading must raise one line that holds all the words."""
     with pytest.raises(ConfigError) as caught:
-        load(path, **options)
+        load(path)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
@@ -207,20 +207,6 @@ def test_saved_rope_buffers_are_ignored(checkpoint):
     assert torch.equal(load(path), expected)
 
 
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
-def test_dtype_rounds_weights_once(checkpoint, dtype, torch_dtype):
-    path = checkpoint()
-    rounded = {
-        name: tensor.to(getattr(torch, torch_dtype)).float()
-        for name, tensor in load_file(path / SINGLE).items()
-    }
-    original = load(path)
-    got = load(path, dtype=torch_dtype)
-    assert torch.equal(load(path, dtype="float32"), original)
-    rewrite(path, **rounded)
-    assert torch.equal(got, load(path)) and not torch.equal(got, original)
-
-
 def test_half_precision_checkpoints_load(checkpoint):
     path = checkpoint()
     tensors = {name: t.to(torch.bfloat16) for name, t in load_file(path / SINGLE).items()}
@@ -230,18 +216,11 @@ def test_half_precision_checkpoints_load(checkpoint):
     assert torch.equal(load(path), expected)
 
 
-def test_rounding_that_overflows_is_refused(checkpoint):
-    path = checkpoint()
-    rewrite(path, **{UP: load_file(path / SINGLE)[UP] + 1e5})
-    load(path)
-    refused(path, UP, "not finite in float16", dtype="float16")
-
-
 def test_every_tensor_is_taken_exactly_once(checkpoint):
     path = checkpoint()
     with safe_open(path / SINGLE, framework="pt") as file:
         names = set(file.keys())
-    with Checkpoint(path, ModelConfig.from_hf(path), dtype=None) as weights:
+    with Checkpoint(path, ModelConfig.from_hf(path)) as weights:
         shape = weights.take(UP, 48, 32).shape
         assert shape == (48, 32)
         with pytest.raises(ConfigError, match=f"{UP} was taken twice"):
