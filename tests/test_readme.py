@@ -56,7 +56,23 @@ def test_the_ci_runs_the_readmes_test_command() -> None:
     assert "README.md" in script and 'bash -c "$(readme_command 2)"' in script
 
 
-@pytest.mark.parametrize("model", ["smollm2_dir", "gemma3_dir"])
+GEMMA_TURNS = """{{ bos_token }}{% for message in messages -%}
+<start_of_turn>{{ "model" if message.role == "assistant" else message.role }}
+{{ message.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+
+
+@pytest.fixture
+def gemma3_chat_dir(gemma3_dir: Path, tmp_path: Path) -> Path:
+    """Gemma 3 270M with Gemma's chat format: its GGUF file comes without a template."""
+    for path in gemma3_dir.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(GEMMA_TURNS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", ["smollm2_dir", "gemma3_chat_dir"])
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_python_examples_run_as_written(
     number: int, model: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
