@@ -62,8 +62,24 @@ def _unknown(name: str) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"fastdecode: error: {message}", file=sys.stderr)
+    print(f"fastdecode: error: {' '.join(message.split())}", file=sys.stderr)
     return EXIT_USAGE
+
+
+def _hold_standard_streams() -> None:
+    """Puts the null device in the place of closed standard streams (`>&-`): the next file that is
+    opened would take their number and be written to."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)
 
 
 def _drop_stdout() -> None:
@@ -73,6 +89,7 @@ def _drop_stdout() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for bad input, 130 when interrupted."""
+    _hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(usage(), file=sys.stderr)

@@ -112,7 +112,7 @@ class LogitState:
             self._counts = _TokenCounts(counted)
         ids, counts = self._counts.up_to(self._output_ids)
         values = logits[ids]
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", divide="ignore"):
             if params.repetition_penalty != 1.0:
                 penalty = np.float32(params.repetition_penalty)
                 values = np.where(values > 0, values / penalty, values * penalty)
@@ -138,9 +138,7 @@ class LogitState:
                 result = processor(*ids, row)
         # Whatever it is (SystemExit, too): it must not end the engine's thread.
         except BaseException as error:
-            raise SamplingError(
-                f"logits processor {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise SamplingError(f"logits processor {name} raised {_told(error)}") from error
         if len(self._shown_ids) != len(self._output_ids):
             self._shown_ids = []  # against the rules: start again
         if result is not None and result is not row:
@@ -164,6 +162,15 @@ class LogitState:
         return f"no token is left to choose: relax {' or '.join(named)}"
 
 
+def _told(error: BaseException) -> str:
+    """An exception's type and text on one line, whatever its __str__ does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as broken:  # the user's own code again
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _as_row(name: str, result: object, vocab_size: int) -> np.ndarray:
     """Returns what a processor returned as an array [V]."""
     if not isinstance(result, Tensor):
@@ -177,7 +184,12 @@ def _as_row(name: str, result: object, vocab_size: int) -> np.ndarray:
         )
     if result.dtype.is_complex:
         raise SamplingError(f"logits processor {name} returned a tensor of {result.dtype}")
-    return result.detach().to("cpu", torch.float32).numpy()
+    try:
+        return result.detach().to_dense().to("cpu", torch.float32).numpy()
+    except Exception as error:  # a meta tensor, a subclass of somebody's
+        raise SamplingError(
+            f"logits processor {name} returned a tensor that cannot be read: {_told(error)}"
+        ) from error
 
 
 class _TokenCounts:

@@ -125,7 +125,11 @@ class Tokenizer:
         try:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeError) as exc:
-            raise ConfigError(f"the prompt is no valid text: {exc}") from exc
+            raise ConfigError(
+                "the prompt is no valid text: it holds lone surrogates (bytes that are not UTF-8)"
+                if isinstance(text, str)
+                else f"the prompt is no text but {type(text).__name__}"
+            ) from exc
         bos = self.bos_token_id
         if add_special_tokens and self._bos and text.startswith(self._bos) and ids[:2] == [bos] * 2:
             return ids[1:]

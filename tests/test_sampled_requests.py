@@ -276,3 +276,46 @@ def test_a_processor_that_fails_fails_its_request_alone(gen: Generator) -> None:
     with pytest.raises(SamplingError, match="KeyError"):
         gen.complete(["a", "b"], [DRAWN, bad[0]])
     assert results(gen.complete("a", DRAWN)) == alone  # and the generator goes on
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda row: row.to("meta"), "cannot be read"),
+        (lambda row: (_ for _ in ()).throw(Unprintable()), "raised Unprintable: .its text cannot"),
+        (
+            lambda row: (_ for _ in ()).throw(ValueError("two\nlines")),
+            "raised ValueError: two lines",
+        ),
+    ],
+)
+def test_no_processor_ends_the_engine(
+    gen: Generator, result: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    bad = SamplingParams(max_tokens=3, logits_processors=[lambda ids, row: result(row)])
+    other = gen.submit("abc", replace(GREEDY, max_tokens=5))
+    with pytest.raises(SamplingError, match=message) as caught:
+        gen.submit("abc", bad).result(20)
+    assert "\n" not in str(caught.value)
+    assert len(other.result(20).outputs[0].token_ids) == 5
+
+
+def test_a_processor_that_asks_its_own_generator_is_told_so(gen: Generator) -> None:
+    def ask(ids: list[int], row: torch.Tensor) -> None:
+        gen.complete(["abc"], replace(GREEDY, max_tokens=1))
+
+    handle = gen.submit("abc", SamplingParams(max_tokens=3, logits_processors=[ask]))
+    with pytest.raises(SamplingError, match="must not call the generator that runs it"):
+        handle.result(20)
+    assert gen.complete(["abc"], replace(GREEDY, max_tokens=2))[0].finished
+
+
+def test_a_sparse_row_is_read(gen: Generator) -> None:
+    params = replace(GREEDY, max_tokens=3, logits_processors=[lambda ids, row: row.to_sparse()])
+    plain = gen.complete(["abc"], replace(GREEDY, max_tokens=3))[0].outputs[0].token_ids
+    assert gen.complete(["abc"], params)[0].outputs[0].token_ids == plain

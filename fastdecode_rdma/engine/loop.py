@@ -156,8 +156,11 @@ class EngineLoop:
         """Threads do not survive a fork, and locks may be held for ever by those that did not.
 
         Raises:
-            FastDecodeError: this process has come by a fork since.
+            FastDecodeError: this process has come by a fork since, or the caller is the engine's
+                own thread: a logits processor that asks its generator would wait for itself.
         """
+        if threading.current_thread() is self._thread:
+            raise FastDecodeError("a logits processor must not call the generator that runs it")
         if not self.is_ours():
             raise FastDecodeError(
                 "this generator was made before a fork, in another process; make one in each "

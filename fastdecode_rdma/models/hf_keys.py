@@ -18,6 +18,9 @@ _ACTIVATIONS = {
 }
 """Hugging Face's names of activations -> ours."""
 
+MAX_INTEGER = 2**31 - 1
+"""No size, count or id of a model is larger."""
+
 MAX_LAYERS = 4096
 """As many as a worker serves (config.AttentionGeometry); for more, nothing is even built."""
 
@@ -48,6 +51,8 @@ class Keys:
             raise ConfigError(f"{key} must be an integer, got {value!r}")
         if key == "num_hidden_layers" and not 1 <= value <= MAX_LAYERS:
             raise ConfigError(f"{key} must be from 1 to {MAX_LAYERS}, got {value}")
+        if abs(value) > MAX_INTEGER:
+            raise ConfigError(f"{key} must be at most {MAX_INTEGER}, got {str(value)[:40]}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -98,6 +103,10 @@ def positive(value: Any, key: str) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{key} must be a number, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{key} must be positive, got {value}")
-    return value
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the largest double
+        number = math.inf
+    if not (math.isfinite(number) and number > 0):
+        raise ConfigError(f"{key} must be positive, got {str(value)[:40]}")
+    return number

@@ -57,7 +57,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
     ]
-    names = [names] if isinstance(names, str) else list(names)
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list):
+        raise ConfigError(f"architectures must be a list of names, got {names!r}")
     hint = "`fastdecode models` lists those that are"
     if not names:
         raise ConfigError(f"model_type {config.get('model_type')!r} is not supported; {hint}")

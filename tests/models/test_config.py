@@ -313,3 +313,21 @@ def test_errors_name_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "head_dim": 12}))
     with pytest.raises(ConfigError, match=r"config\.json: head_dim must"):
         ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", 5),
+        ("vocab_size", 10**30),
+        ("hidden_size", 10**30),
+        ("head_dim", 10**400),
+        ("rope_theta", 10**400),
+        ("rms_norm_eps", 10**400),
+        ("max_position_embeddings", 10**400),
+    ],
+)
+def test_absurd_values_are_one_line_that_names_the_key(key, value):
+    with pytest.raises(ConfigError, match=f"^{key} must be") as caught:
+        read(LLAMA, **{key: value})
+    assert len(str(caught.value)) < 200
