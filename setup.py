@@ -38,5 +38,5 @@ setup(
         include_path=["cython"],
         language_level=3,
         compiler_directives={"boundscheck": False, "wraparound": False},
-    )
+    ),
 )

@@ -132,7 +132,7 @@ def test_a_token_to_a_pipe(tmp_path):
     assert re.fullmatch(r"[0-9a-f]{64}\n", done.stdout)
 
 
-def test_closed_standard_streams_are_as_good_as_the_null_device(tmp_path: Path) -> None:
+def test_closed_standard_streams_are_as_good_as_the_null_device(tmp_path: os.PathLike[str]) -> None:
     """The next file opened would take their number and be written to."""
     for closed in (">&-", "<&-", "2>&-", ">&- 2>&- <&-"):
         code = f"exec {sys.executable} -m fastdecode_rdma.cli models {closed}"
