@@ -88,7 +88,10 @@ def test_a_session_survives_an_engine_that_computes_for_long(connect, serve):
     driver = connect([serve().url])
     driver.run([(0, [1])], 0)
     time.sleep(2.6)  # longer than the silence that counts as death
-    driver.run([(0, [1])], 1)
+    assert driver.backend.info(0).alive
+    outputs = driver.run([(0, [1])], 1)
+    assert len(outputs) == driver.geometry.num_layers
+    assert all(np.isfinite(row).all() and row.any() for row in outputs.values())
 
 
 def test_a_session_survives_before_it_is_given_to_a_backend(serve, new_geometry):
