@@ -416,12 +416,16 @@ def test_close_ends_what_runs_with_a_typed_error_and_leaves_no_thread(
 def test_an_engine_that_dies_without_a_word_hangs_nobody(tiny_models: Callable[..., Path]) -> None:
     gen = Generator.from_pretrained(tiny_models("llama"), max_num_seqs=1)
 
+    all_submitted = threading.Event()  # a submit after the failure raises it instead
+
     def breaks(*args: object) -> None:
+        assert all_submitted.wait(30)
         raise RuntimeError("boom")
 
     gen._parts.engine.fail_all = lambda error: None  # the worst case
     gen._parts.engine.runner.run = breaks
     handles = [gen.submit("abc", GREEDY) for _ in range(3)]
+    all_submitted.set()
     for handle in handles:
         with pytest.raises(FastDecodeError, match="the engine failed: RuntimeError: boom"):
             handle.result(30)
