@@ -21,6 +21,7 @@ from fastdecode_rdma.transport.base import PortTimeout, step_code
 include "pump_decl.pxi"
 include "pump_sizes.pxi"
 include "pump_errors.pxi"
+include "pump_plane.pxi"
 include "pump_server.pxi"
 
 
@@ -34,6 +35,7 @@ cdef class Pump:
 
     cdef fd_pump *pump
     cdef list names, begins, keep
+    cdef dict planes
     cdef int busy
     cdef bint closing
 
@@ -41,7 +43,7 @@ cdef class Pump:
         self.pump = <fd_pump *>calloc(1, sizeof(fd_pump))
         if self.pump == NULL:
             raise MemoryError
-        self.names, self.begins, self.keep = [], [], []
+        self.names, self.begins, self.keep, self.planes = [], [], [], {}
         fill_sizes(&self.pump.sizes, sizes)
         self.pump.timeout_ns = <uint64_t>(timeout_s * 1e9)
 
@@ -49,8 +51,7 @@ cdef class Pump:
         if self.pump == NULL:
             return
         for i in range(self.pump.num_ports):
-            if self.pump.ports[i].conn.fd >= 0:
-                close(self.pump.ports[i].conn.fd)
+            conn_close(&self.pump.ports[i].conn, 1)
             for t in range(FD_MAX_TABLES):
                 free(self.pump.ports[i].tables[t].entries)
             free(self.pump.ports[i].cold)
@@ -97,22 +98,35 @@ cdef class Pump:
         return self.pump.num_ports - 1
 
     def add_stream(self, str name, int fd, *, uint64_t epoch, uint32_t latency_slots,
-                   uint32_t bulk_slots):
+                   uint32_t bulk_slots, Plane plane=None):
         """Adds a connected, authenticated socket, which the pump closes; returns the port number. It is
-        that of a lost connection of the same name, whose counters go on, or else a new one."""
+        that of a lost connection of the same name, whose counters go on, or else a new one. `plane`:
+        what carries the frames; None: the socket itself."""
+        cdef fd_conn conn
+        cdef fd_port *port
         if latency_slots < 1 or bulk_slots < 1:
             raise LocalProtocolError("a connection needs at least one slot of each class")
         self._enter(0)
         try:
-            for number in range(self.pump.num_ports):
-                if self.names[number] == name and self.is_lost(number):
-                    port_renew(self.pump.ports[number], fd, epoch, latency_slots, bulk_slots)
-                    return number
-            port = self._add(PORT_STREAM, name, None)
-            conn_init(&port.conn, fd, epoch, latency_slots, bulk_slots)
-            return self.pump.num_ports - 1
+            conn_init(&conn, fd, epoch, latency_slots, bulk_slots)
+            number = self._lost_port(name)
+            port = self._add(PORT_STREAM, name, None) if number < 0 else self.pump.ports[number]
+            if plane is not None:
+                plane.install(&conn)
+            if number >= 0:
+                port_renew(port)
+            port_connect(port, &conn)
+            number = number if number >= 0 else self.pump.num_ports - 1
+            self.planes[number] = plane
+            return number
         finally:
             self._leave()
+
+    cdef int _lost_port(self, str name):
+        for number in range(self.pump.num_ports):
+            if self.names[number] == name and self.is_lost(number):
+                return number
+        return -1
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -336,8 +350,7 @@ cdef class Pump:
             p = self.pump.ports[i]
             if p.kind == PORT_STREAM and p.conn.fd >= 0:
                 port_lost(p)
-                close(p.conn.fd)
-                p.conn.fd = -1
+                conn_close(&p.conn, 1)
 
     cdef _check_table(self, int table):
         if not 0 <= table < FD_MAX_TABLES:

@@ -4,9 +4,6 @@ cdef extern from "sys/socket.h" nogil:
     int shutdown(int fd, int how)
     int SHUT_RDWR
 
-cdef extern from "unistd.h" nogil:
-    int close(int fd)
-
 cdef extern from "entry.h" nogil:
     ctypedef int (*fd_attend_fn)(void *, int32_t, int32_t, int32_t, const void *, void *, uint8_t *)
     ctypedef int (*fd_store_fn)(void *, int32_t, int32_t, int32_t, long long, long long,
@@ -29,7 +26,13 @@ cdef extern from "frame.h" nogil:
 
 cdef extern from "pump_conn.h" nogil:
     int CONN_PROTOCOL, CONN_CLOSED
+    ctypedef struct fd_plane:
+        const char *name
+        void *(*view)(fd_conn *)
     ctypedef struct fd_conn:
+        const fd_plane *plane
+        void *state
+        uint64_t spin_ns
         int fd, lost, lost_errno
         char reason[200]
         fd_frame head
@@ -40,7 +43,7 @@ cdef extern from "pump_conn.h" nogil:
         uint32_t reported[2]
         uint64_t frames_sent, frames_received, bytes_sent, bytes_received, io_ns
     void conn_init(fd_conn *, int fd, uint64_t epoch, uint32_t latency, uint32_t bulk)
-    int conn_fail(fd_conn *, int lost, const char *format, ...)
+    void conn_close(fd_conn *, int close_fd)
 
 cdef extern from "pump_steps.h" nogil:
     int PUMP_MAX_PORTS, PORT_LOCAL, PORT_STREAM, GOAL_READY, STEP_ARMED, STEP_SENT, STEP_ABORTED
@@ -91,7 +94,8 @@ cdef extern from "pump_steps.h" nogil:
     void pump_abort(fd_pump *, int table)
     void port_set_error(fd_port *, uint16_t table, uint32_t step, int32_t code, const char *text)
     int port_lost(fd_port *)
-    void port_renew(fd_port *, int fd, uint64_t epoch, uint32_t latency, uint32_t bulk)
+    void port_renew(fd_port *)
+    void port_connect(fd_port *, const fd_conn *)
     int table_live(const port_table *)
     uint64_t pump_deadline(const fd_pump *, uint64_t nbytes)
     void port_doom(fd_port *, const char *reason)

@@ -1,11 +1,10 @@
-/* The engine's side of the data plane: ports (a worker in this process, or a connection), step tables,
- * and the one loop that sends, receives and waits for all of them. Runs without the GIL; no allocation
- * per message. One thread at a time; only `doomed` may be set from another. */
+/* The engine's side of the data plane: ports (a worker in this process, or a connection), step tables, and
+ * what arrives from the workers. Runs without the GIL; no allocation per message. One thread at a time; only
+ * `doomed` may be set from another. */
 #ifndef FASTDECODE_PUMP_ENGINE_H
 #define FASTDECODE_PUMP_ENGINE_H
 
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "entry.h"
 #include "pump_conn.h"
@@ -67,12 +66,10 @@ typedef struct {
     fd_sizes sizes;
     pump_table tables[FD_MAX_TABLES];
     uint64_t timeout_ns;
-    uint64_t wait_ns; /* in poll, all calls together */
+    uint64_t wait_ns; /* spinning and in poll, all calls together */
     int fail_port;
     const char *fail_text; /* of PUMP_MISUSE */
 } fd_pump;
-
-enum { GOAL_REPLY, GOAL_READY, GOAL_SENT, GOAL_CREDIT, GOAL_REQUEST };
 
 static inline int table_live(const port_table *t) { return t->state == STEP_SENT || t->state == STEP_ARMED; }
 
@@ -104,10 +101,9 @@ static int port_lost(fd_port *port) {
 
 /* Makes a lost port the next session of the same worker. Its counters go on: what is counted is the worker,
  * and one that comes and goes for months takes no more memory than one that stays. */
-static void port_renew(fd_port *port, int fd, uint64_t epoch, uint32_t latency_slots, uint32_t bulk_slots) {
+static void port_renew(fd_port *port) {
     fd_port fresh;
     memset(&fresh, 0, sizeof fresh);
-    conn_init(&fresh.conn, fd, epoch, latency_slots, bulk_slots);
     fresh.kind = port->kind;
     fresh.messages = port->messages;
     fresh.kernel_ns = port->kernel_ns;
@@ -118,10 +114,21 @@ static void port_renew(fd_port *port, int fd, uint64_t epoch, uint32_t latency_s
     fresh.conn.bytes_sent = port->conn.bytes_sent;
     fresh.conn.bytes_received = port->conn.bytes_received;
     fresh.conn.io_ns = port->conn.io_ns;
-    if (port->conn.fd >= 0) close(port->conn.fd);
+    conn_close(&port->conn, 1);
     for (int t = 0; t < FD_MAX_TABLES; t++) free(port->tables[t].entries);
     free(port->cold);
     memcpy(port, &fresh, sizeof fresh);
+}
+
+/* Gives a new or renewed port its connection. */
+static void port_connect(fd_port *port, const fd_conn *conn) {
+    const fd_conn before = port->conn;
+    port->conn = *conn;
+    port->conn.frames_sent = before.frames_sent;
+    port->conn.frames_received = before.frames_received;
+    port->conn.bytes_sent = before.bytes_sent;
+    port->conn.bytes_received = before.bytes_received;
+    port->conn.io_ns = before.io_ns;
 }
 
 /* From another thread, under the GIL: the reason first, then the flag that publishes it. */
@@ -240,138 +247,20 @@ static void port_complete(fd_port *port) {
     }
 }
 
-/* Takes in what the socket holds: 0 nothing more now, -1 lost. */
+/* Takes in what has arrived: 0 nothing more now, -1 lost. */
 static int port_read(fd_pump *pump, fd_port *port) {
     fd_conn *c = &port->conn;
     do {
         if (!c->in_payload) {
-            int rc = conn_next(c, MSG_DONTWAIT);
+            int rc = conn_next(c, 0);
             if (rc <= 0) return rc;
             if (port_header(pump, port) < 0) return -1;
         }
-        int rc = conn_payload(c, MSG_DONTWAIT);
+        int rc = conn_payload(c, 0);
         if (rc <= 0) return rc;
         port_complete(port);
-    } while (c->next_have == sizeof(fd_frame));
+    } while (c->plane->more(c));
     return 0;
-}
-
-/* ---- waiting ---- */
-
-static int goal_met(const fd_port *port, int goal, int table) {
-    const port_table *t = &port->tables[table];
-    switch (goal) {
-    case GOAL_REPLY:
-        return !t->outstanding;
-    case GOAL_READY:
-        return t->state != STEP_SENT;
-    case GOAL_SENT:
-        return port->kind == PORT_LOCAL || !conn_pending(&port->conn);
-    case GOAL_CREDIT:
-        return port->kind == PORT_LOCAL || conn_in_flight(&port->conn, FD_BULK) < port->conn.slots[FD_BULK];
-    default:
-        return port->request_done;
-    }
-}
-
-static int pump_fail(fd_pump *pump, int result, int port) {
-    pump->fail_port = port;
-    return result;
-}
-
-static int pump_misuse(fd_pump *pump, const char *text) {
-    pump->fail_text = text;
-    return pump_fail(pump, PUMP_MISUSE, -1);
-}
-
-static int poll_until(struct pollfd *fds, int count, uint64_t deadline) {
-    uint64_t now = now_ns();
-    if (now >= deadline) return 0;
-    struct timespec left = {(time_t)((deadline - now) / 1000000000u), (long)((deadline - now) % 1000000000u)};
-    int ready = ppoll(fds, (nfds_t)count, &left, NULL);
-    return ready < 0 && errno == EINTR ? 1 : ready;
-}
-
-/* A loss or an error of a port that matters to this wait; PUMP_OK if there is none. An error does not cut
- * a frame short that is being sent: the connection would be of no use afterwards. */
-static int port_trouble(fd_pump *pump, int index, int goal) {
-    fd_port *port = pump->ports[index];
-    if (port_lost(port)) return pump_fail(pump, PUMP_LOST, index);
-    if (goal != GOAL_SENT && port->error.set) return pump_fail(pump, PUMP_STEP, index);
-    return PUMP_OK;
-}
-
-typedef struct {
-    struct pollfd fds[PUMP_MAX_PORTS];
-    int index[PUMP_MAX_PORTS];
-    int unmet[PUMP_MAX_PORTS];
-    int count, waiting;
-} pump_polled;
-
-static void polled_add(pump_polled *polled, fd_port *port, int index, int unmet) {
-    int pending = conn_pending(&port->conn);
-    polled->waiting += unmet;
-    if (!unmet && !pending) return;
-    short events = (short)(POLLIN | (pending && !port->conn.no_credit ? POLLOUT : 0));
-    polled->fds[polled->count] = (struct pollfd){.fd = port->conn.fd, .events = events};
-    polled->index[polled->count] = index;
-    polled->unmet[polled->count++] = unmet;
-}
-
-/* Sends, receives and waits until the goal is met on one port, or (only < 0) on every port of the table.
- * Whoever is still being sent to is read from as well, so two senders never wait for each other. */
-static int pump_wait(fd_pump *pump, int goal, int table, int only, uint64_t deadline) {
-    pump_polled polled;
-    for (;;) {
-        polled.count = polled.waiting = 0;
-        for (int i = 0; i < pump->num_ports; i++) {
-            fd_port *port = pump->ports[i];
-            int asked = only < 0 ? table_live(&port->tables[table]) : i == only;
-            if (port->kind == PORT_STREAM && !port->conn.lost && conn_pending(&port->conn))
-                conn_send(&port->conn, MSG_DONTWAIT);
-            int trouble = asked ? port_trouble(pump, i, goal) : PUMP_OK;
-            if (trouble) return trouble;
-            if (port->kind == PORT_STREAM && !port->conn.lost)
-                polled_add(&polled, port, i, asked && !goal_met(port, goal, table));
-        }
-        if (!polled.waiting) return PUMP_OK;
-        uint64_t start = now_ns();
-        int ready = poll_until(polled.fds, polled.count, deadline);
-        uint64_t waited = now_ns() - start;
-        pump->wait_ns += waited;
-        int late = -1;
-        for (int i = 0; i < polled.count; i++) {
-            if (!polled.unmet[i]) continue;
-            pump->ports[polled.index[i]]->wait_ns += waited;
-            if (late < 0) late = polled.index[i];
-        }
-        if (ready == 0) return pump_fail(pump, PUMP_TIMEOUT, late);
-        for (int i = 0; i < polled.count; i++)
-            if (polled.fds[i].revents & ~POLLOUT) port_read(pump, pump->ports[polled.index[i]]);
-    }
-}
-
-static inline uint64_t pump_deadline(const fd_pump *pump, uint64_t nbytes) {
-    return now_ns() + pump->timeout_ns + nbytes * PUMP_NS_PER_BYTE;
-}
-
-/* Gives up a table's step on all ports; what still comes of it is skipped. */
-static void pump_abort(fd_pump *pump, int table) {
-    for (int i = 0; i < pump->num_ports; i++) table_abort(pump->ports[i], table);
-}
-
-/* Waits until the frame queued last is out: its payload is the caller's memory, so on a timeout it is
- * taken back, or, when half of it has left already, the connection is given up. */
-static int pump_send_out(fd_pump *pump, int index, uint64_t deadline) {
-    fd_conn *c = &pump->ports[index]->conn;
-    int rc = pump_wait(pump, GOAL_SENT, 0, index, deadline);
-    if (rc != PUMP_TIMEOUT) return rc;
-    if (!c->ring[(c->tx_last - 1) % CONN_RING].started) {
-        c->tx_last--;
-        return rc;
-    }
-    conn_fail(c, CONN_CLOSED, "it did not take a whole frame in time");
-    return pump_fail(pump, PUMP_LOST, index);
 }
 
 #endif

@@ -2,8 +2,9 @@
  * entry points and replies, without the GIL. Cold frames are handed to Python. Whatever bytes arrive, the
  * worst that happens is that the connection ends with a reason.
  *
- * Frames are served one after the other, so one buffer per slot class holds the frame being served; those
- * the engine sent ahead wait in the socket, which bounds them by itself should it ignore its credits. */
+ * Frames are served one after the other. Rows are read where the plane has put them, and the output is
+ * written where the plane sends from; on a stream that is one buffer per slot class, and frames that the
+ * engine sent ahead wait in the socket, which bounds them by itself should it ignore its credits. */
 #ifndef FASTDECODE_PUMP_SERVE_H
 #define FASTDECODE_PUMP_SERVE_H
 
@@ -27,10 +28,10 @@ typedef struct {
     fd_sizes sizes;
     uint32_t slots[FD_CLASSES];
     server_table tables[FD_MAX_TABLES];
-    char *rows;      /* [max_rows * widest row] the latency slot */
-    char *out;       /* [max_rows * widest output row] */
-    uint8_t *status; /* [max_rows] */
+    char *rows;      /* [max_rows * widest row] the latency slot; NULL where the plane has slots */
+    char *out;       /* [max_rows * (widest output row + 1)] output rows, then their status bytes */
     char *bulk;      /* [max_bulk] the bulk slot */
+    const char *in;  /* rows of the frame being served */
     char *cold;      /* payload of a cold frame, as long as one was so far */
     size_t cold_capacity;
     _Atomic uint64_t progress; /* moves whenever a frame is begun or done with: odd in the middle of one */
@@ -67,7 +68,7 @@ static int server_reply(fd_server *s, uint16_t kind, const fd_frame *asked, int3
     tx->head.entry = asked->entry;
     tx->head.status = status;
     tx->head.offset = offset;
-    return conn_send(c, 0) == 1 ? 1 : -1; /* blocking: 0 cannot happen, replies need no credit here */
+    return conn_send(c, 1) == 1 ? 1 : -1; /* blocking: 0 cannot happen, replies need no credit here */
 }
 
 static int server_error(fd_server *s, const fd_frame *asked, int code) {
@@ -100,33 +101,38 @@ static int server_header(fd_server *s) {
     return 1;
 }
 
-static int server_place(fd_server *s) {
+/* Receives the payload: rows into a slot, where they stay until conn_release(), all else into s->cold. */
+static int server_payload(fd_server *s) {
     fd_conn *c = &s->conn;
-    char *where = c->head.kind == FD_ATTEND ? s->rows : s->bulk;
-    if (c->head.kind != FD_ATTEND && c->head.kind != FD_KV_ROWS) {
-        if (c->head.nbytes > s->cold_capacity) {
-            char *grown = realloc(s->cold, c->head.nbytes);
-            if (!grown) return conn_fail(c, CONN_CLOSED, "no memory for a frame");
-            s->cold = grown;
-            s->cold_capacity = c->head.nbytes;
-        }
-        where = s->cold;
+    int rows = c->head.kind == FD_ATTEND || c->head.kind == FD_KV_ROWS;
+    if (rows && !s->rows) {
+        s->in = conn_view(c);
+        return s->in ? 1 : conn_fail(c, CONN_PROTOCOL, "its rows lie in no slot");
     }
-    conn_expect(c, where, c->head.nbytes, NULL, 0);
-    return 1;
+    s->in = c->head.kind == FD_ATTEND ? s->rows : s->bulk;
+    if (!rows && c->head.nbytes > s->cold_capacity) {
+        char *grown = realloc(s->cold, c->head.nbytes);
+        if (!grown) return conn_fail(c, CONN_CLOSED, "no memory for a frame");
+        s->cold = grown;
+        s->cold_capacity = c->head.nbytes;
+    }
+    conn_expect(c, rows ? (char *)s->in : s->cold, c->head.nbytes, NULL, 0);
+    return conn_payload(c, 1);
 }
 
 static int server_attend(fd_server *s, const fd_frame *h) {
     if (!s->tables[h->table].armed || s->tables[h->table].step != h->step)
         return server_error(s, h, FD_E_TABLE);
+    size_t nbytes = h->rows * s->sizes.out_bytes[h->layer];
+    char *out = s->out;
+    if (!out && !(out = s->conn.plane->reserve(&s->conn, FD_ATTEND_REPLY, nbytes + h->rows))) return -1;
     uint64_t start = now_ns();
-    int rc = s->attend(s->ctx, h->table, (int32_t)h->layer, (int32_t)h->rows, s->rows, s->out, s->status);
+    int rc = s->attend(s->ctx, h->table, (int32_t)h->layer, (int32_t)h->rows, s->in, out, (uint8_t *)out + nbytes);
     uint64_t took = now_ns() - start;
     s->kernel_ns += took;
     s->attends++;
     if (rc) return server_error(s, h, rc);
-    return server_reply(s, FD_ATTEND_REPLY, h, FD_OK, took, s->out, h->rows * s->sizes.out_bytes[h->layer],
-                        s->status, h->rows);
+    return server_reply(s, FD_ATTEND_REPLY, h, FD_OK, took, out, nbytes + h->rows, NULL, 0);
 }
 
 static int server_store(fd_server *s, const fd_frame *h) {
@@ -135,7 +141,7 @@ static int server_store(fd_server *s, const fd_frame *h) {
     if (h->entry > INT32_MAX || h->offset > INT64_MAX) return server_error(s, h, FD_E_RANGE);
     uint64_t start = now_ns();
     int rc = s->store(s->ctx, h->table, (int32_t)h->layer, (int32_t)h->entry, (int64_t)h->offset, h->rows,
-                      s->bulk, s->bulk + h->rows * s->sizes.kv_bytes[h->layer]);
+                      s->in, s->in + h->rows * s->sizes.kv_bytes[h->layer]);
     s->kernel_ns += now_ns() - start;
     return rc ? server_error(s, h, rc) : 1;
 }
@@ -158,15 +164,14 @@ static int server_run(fd_server *s) {
     if (s->progress & 1) atomic_fetch_add_explicit(&s->progress, 1, memory_order_relaxed); /* Python's frame is done */
     for (;;) {
         if (server_credit(s) < 0) return SERVE_LOST;
-        size_t have = c->next_have;
-        if (conn_next(c, 0) < 0)
-            return c->lost == CONN_CLOSED && !c->lost_errno && !have && !c->next_have ? SERVE_END : SERVE_LOST;
+        if (conn_next(c, 1) < 0) return c->clean_end ? SERVE_END : SERVE_LOST;
         atomic_fetch_add_explicit(&s->progress, 1, memory_order_relaxed);
-        if (server_header(s) < 0 || server_place(s) < 0 || conn_payload(c, 0) < 0) return SERVE_LOST;
+        if (server_header(s) < 0 || server_payload(s) < 0) return SERVE_LOST;
         const fd_frame head = c->head;
-        c->consumed[frame_class(head.kind)]++;
+        c->consumed[frame_class(head.kind)]++; /* told in the next header, after the rows have been read */
         if (head.kind != FD_ATTEND && head.kind != FD_KV_ROWS) return SERVE_COLD;
         int rc = head.kind == FD_ATTEND ? server_attend(s, &head) : server_store(s, &head);
+        conn_release(c);
         atomic_fetch_add_explicit(&s->progress, 1, memory_order_relaxed);
         if (rc < 0) return SERVE_LOST;
     }

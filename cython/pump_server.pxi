@@ -18,7 +18,6 @@ cdef extern from "pump_serve.h" nogil:
         server_table tables[8]
         char *rows
         char *out
-        uint8_t *status
         char *bulk
         char *cold
         uint64_t progress, kernel_ns, attends
@@ -31,14 +30,17 @@ cdef class FrameServer:
     """Serves the frames of one engine in this worker, on one thread; `progress` may be read by others.
 
     `fd` stays the caller's: to end `run` from another thread, shut the socket down. Fixed buffers for
-    the largest frames are allocated here and freed with the object.
+    the largest frames are allocated here, where the plane has no slots, and freed with the object.
+    `plane`: what carries the frames (Plane); None: the socket itself.
     """
 
     cdef fd_server *server
     cdef object owner
+    cdef Plane plane
 
     def __cinit__(self, int fd, sizes, *, uint64_t epoch, uint32_t latency_slots,
-                  uint32_t bulk_slots, size_t attend, size_t store, size_t ctx, owner=None):
+                  uint32_t bulk_slots, size_t attend, size_t store, size_t ctx, owner=None,
+                  Plane plane=None):
         self.server = <fd_server *>calloc(1, sizeof(fd_server))
         if self.server == NULL:
             raise MemoryError
@@ -50,20 +52,24 @@ cdef class FrameServer:
         s.store = <fd_store_fn>store
         s.ctx = <void *>ctx
         self.owner = owner
+        self.plane = plane
+        if plane is not None:
+            plane.install(&s.conn)
+        if s.conn.plane.view != NULL:
+            return
         s.rows = <char *>calloc(sizes.max_rows, max(sizes.row_bytes))
-        s.out = <char *>calloc(sizes.max_rows, max(sizes.out_bytes))
-        s.status = <uint8_t *>calloc(sizes.max_rows, 1)
+        s.out = <char *>calloc(sizes.max_rows, max(sizes.out_bytes) + 1)
         s.bulk = <char *>calloc(sizes.max_bulk_bytes, 1)
-        if s.rows == NULL or s.out == NULL or s.status == NULL or s.bulk == NULL:
+        if s.rows == NULL or s.out == NULL or s.bulk == NULL:
             raise MemoryError("no memory for the frame buffers of a session")
 
     def __dealloc__(self):
         if self.server == NULL:
             return
+        conn_close(&self.server.conn, 0)
         free_sizes(&self.server.sizes)
         free(self.server.rows)
         free(self.server.out)
-        free(self.server.status)
         free(self.server.bulk)
         free(self.server.cold)
         free(self.server)

@@ -2,7 +2,7 @@
 #ifndef FASTDECODE_PUMP_STEPS_H
 #define FASTDECODE_PUMP_STEPS_H
 
-#include "pump_engine.h"
+#include "pump_wait.h"
 
 /* Nanoseconds spent so far in system calls and in kernels of this process. */
 static uint64_t pump_other_ns(const fd_pump *pump) {
@@ -51,7 +51,7 @@ static int pump_begin(fd_pump *pump, int index, int table, uint32_t step, uint32
         conn_tx *tx = conn_queue(&port->conn, FD_BEGIN_STEP, (uint16_t)table, step, t->entries, nbytes, NULL, 0);
         tx->head.rows = rows;
         port->messages++;
-        conn_send(&port->conn, MSG_DONTWAIT);
+        conn_send(&port->conn, 0);
     }
     t->state = STEP_SENT;
     t->step = step;
@@ -97,7 +97,7 @@ static int pump_submit(fd_pump *pump, int table, uint32_t layer) {
         tx->head.layer = layer;
         tx->head.rows = t->rows;
         port->messages++;
-        conn_send(&port->conn, MSG_DONTWAIT);
+        conn_send(&port->conn, 0);
     }
     return PUMP_OK;
 }

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from fastdecode_rdma import __version__
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.transport.tcp import prepare_socket
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.auth import HandshakeError
 from fastdecode_rdma.worker.control import SocketThread
@@ -102,7 +103,7 @@ class WorkerServer:
                 self._drop_oldest_handshake()
                 time.sleep(0.05)  # else the listener stays readable and this loop spins
             return  # otherwise the peer left between poll and accept
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare_socket(sock)
         thread = SocketThread(self, sock, f"{peer[0]}:{peer[1]}")
         with self._lock:
             too_many = len(self._handshakes) >= self.config.max_handshakes

@@ -239,6 +239,18 @@ def test_a_session_and_its_data_socket(start):
     assert bench.sessions[0].closed.is_set()
 
 
+def test_accepted_sockets_send_at_once_and_end_with_a_dead_network(start):
+    bench = start()
+    engine = Engine(bench.address).open()
+    engine.attach()
+    sockets = [thread.sock for thread in bench.server._threads]
+    assert len(sockets) == 2
+    for sock in sockets:
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+    engine.sock.close()
+
+
 def test_it_beats_and_reports_progress(start):
     bench = start()
     engine = bench.engine().open()
