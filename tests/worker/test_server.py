@@ -242,13 +242,13 @@ def test_a_session_and_its_data_socket(start):
 def test_accepted_sockets_send_at_once_and_end_with_a_dead_network(start):
     bench = start()
     engine = Engine(bench.address).open()
-    engine.attach()
+    data, _ = engine.attach()
     sockets = [thread.sock for thread in bench.server._threads]
     assert len(sockets) == 2
     for sock in sockets:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
-    engine.sock.close()
+    data.sock.close()
 
 
 def test_it_beats_and_reports_progress(start):
