@@ -241,7 +241,7 @@ def test_a_session_and_its_data_socket(start):
 
 def test_accepted_sockets_send_at_once_and_end_with_a_dead_network(start):
     bench = start()
-    engine = Engine(bench.address).open()
+    engine = Engine(bench.server.address).open()
     data, _ = engine.attach()
     sockets = [thread.sock for thread in bench.server._threads]
     assert len(sockets) == 2
