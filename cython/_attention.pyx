@@ -40,6 +40,7 @@ cdef extern from "attention.h" nogil:
     fd_ctx *fd_open(int32_t num_groups, int32_t num_layers, int32_t num_threads, const char *isa)
     void fd_set_group(fd_ctx *ctx, int32_t g, int32_t num_layers, int32_t num_q_heads, int32_t num_kv_heads,
                       int32_t head_dim, int64_t window, int64_t ring)
+    int fd_set_scores(fd_ctx *ctx, int32_t g, const float *sinks, const float *slopes)
     int fd_alloc_scratch(fd_ctx *ctx)
     int64_t fd_close(fd_ctx *ctx)
     void fd_destroy(fd_ctx *ctx)
@@ -110,7 +111,8 @@ cdef class Context:
 
     def __cinit__(self, list groups, int num_layers, int num_threads, str isa, int kv_dtype, int wire_dtype,
                   long long max_rows, long long max_model_len, double scale, double softcap):
-        """`groups`: (layers, num_q_heads, num_kv_heads, head_dim, window or 0, ring blocks or 0) each."""
+        """`groups`: (layers, num_q_heads, num_kv_heads, head_dim, window or 0, ring blocks or 0, address of the
+        sinks or 0, address of the slopes or 0) each; sinks float32 [layers, num_q_heads], slopes [num_q_heads]."""
         encoded = isa.encode()
         self.ctx = fd_open(<int32_t>len(groups), num_layers, num_threads, encoded)
         if self.ctx == NULL:
@@ -121,8 +123,10 @@ cdef class Context:
         self.ctx.max_model_len = max_model_len
         self.ctx.scale = <float>scale
         self.ctx.softcap = <float>softcap
-        for g, (layers, num_q_heads, num_kv_heads, head_dim, window, ring) in enumerate(groups):
+        for g, (layers, num_q_heads, num_kv_heads, head_dim, window, ring, sinks, slopes) in enumerate(groups):
             fd_set_group(self.ctx, g, <int32_t>len(layers), num_q_heads, num_kv_heads, head_dim, window, ring)
+            if not fd_set_scores(self.ctx, g, <const float *><uintptr_t>sinks, <const float *><uintptr_t>slopes):
+                raise MemoryError("no memory for an attention session")
             for index, layer in enumerate(layers):
                 self.ctx.layers[<int>layer].group = g
                 self.ctx.layers[<int>layer].index = index

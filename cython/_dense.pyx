@@ -23,6 +23,8 @@ cdef extern from "dense.h" nogil:
         float *out
         int64_t q_stride, kv_stride, out_stride, num_rows, length, num_q_heads, num_kv_heads, head_dim, window
         float scale, softcap
+        const float *sinks
+        const float *slopes
     int dense_attend(dense_attend_job *job, int num_threads)
     ctypedef struct dense_norm_job:
         float *x
@@ -146,8 +148,9 @@ def softcap(uintptr_t x, int64_t n, float cap, int num_threads):
 
 def attend(uintptr_t q, int64_t q_stride, uintptr_t k, uintptr_t v, int64_t kv_stride, uintptr_t out,
            int64_t out_stride, int64_t num_rows, int64_t length, int64_t num_q_heads, int64_t num_kv_heads,
-           int64_t head_dim, int64_t window, float scale, float softcap, int num_threads):
-    """Causal attention of the last num_rows of `length` positions; window 0 and softcap 0 mean none.
+           int64_t head_dim, int64_t window, float scale, float softcap, uintptr_t sinks, uintptr_t slopes,
+           int num_threads):
+    """Causal attention of the last num_rows of `length` positions; 0 means no window, softcap, sinks or slopes.
 
     Raises MemoryError if no thread got its scratch memory.
     """
@@ -159,6 +162,7 @@ def attend(uintptr_t q, int64_t q_stride, uintptr_t k, uintptr_t v, int64_t kv_s
     job.num_rows, job.length, job.window = num_rows, length, window
     job.num_q_heads, job.num_kv_heads, job.head_dim = num_q_heads, num_kv_heads, head_dim
     job.scale, job.softcap = scale, softcap
+    job.sinks, job.slopes = <const float *>sinks, <const float *>slopes
     with nogil:
         failed = dense_attend(&job, num_threads)
     if failed:

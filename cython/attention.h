@@ -56,6 +56,8 @@ typedef struct {
     int32_t num_layers, num_q_heads, num_kv_heads, head_dim, heads_per_kv;
     int64_t window;     /* 0: all tokens */
     int64_t ring;       /* blocks of the ring, 0: none */
+    float *sinks;       /* [num_layers][num_q_heads] logits without a key or value, NULL: none */
+    float *slopes;      /* [num_q_heads] of ALiBi, NULL: none */
     size_t row_bytes, head_bytes, side_bytes, layer_bytes, block_bytes;
     fd_slab **slabs;
     int64_t num_slabs, cap_slabs, hint; /* no slab below `hint` has a free block */

@@ -17,9 +17,11 @@ typedef struct {
     int next_rows;
 } ISA(view);
 
-/* Tokens of one query vector inside the segment, [lo, hi) relative to its base. */
+/* Tokens of one query vector inside the segment, [lo, hi) relative to its base; each has slope * (its position -
+ * the query's) added to its score, where the segment's first token lies `ahead` of the query. */
 typedef struct {
-    int32_t lo, hi;
+    int32_t lo, hi, ahead;
+    float slope;
 } ISA(span);
 
 /* Start of a token's row, to which the offset of a layer, side and head is to be added. */
@@ -222,13 +224,24 @@ FD_INLINE void ISA(value_pass)(const ISA(view) *view, int dtype, int n, const IS
     }
 }
 
-/* Turns the scores of one span into weights e^(score - maximum); returns their sum. */
+/* ALiBi. A distance is exact up to 2^24 tokens; product and sum round once. */
+FD_INLINE void ISA(add_distances)(float *scores, ISA(span) span, int from, int to) {
+    vi distance;
+    for (int i = 0; i < VL; i++) distance[i] = span.ahead + from + i;
+    for (int t = from; t < to; t += VL, distance += VL) {
+        vf biased = ISA(fma)(ISA(splat)(span.slope), __builtin_convertvector(distance, vf), ISA(load)(scores + t));
+        ISA(store)(scores + t, biased);
+    }
+}
+
+/* Turns the scores of one span, capped and then biased, into weights e^(score - maximum); returns their sum. */
 FD_INLINE float ISA(softmax)(float *scores, ISA(span) span, float softcap, float *maximum) {
     const int from = span.lo / VL * VL, to = (span.hi + VL - 1) / VL * VL;
     vf top = ISA(splat)(-INFINITY), sum = {0};
     if (softcap != 0.0f)
         for (int t = from; t < to; t += VL)
             ISA(store)(scores + t, ISA(tanh)(ISA(load)(scores + t) / softcap) * softcap);
+    if (span.slope != 0.0f) ISA(add_distances)(scores, span, from, to);
     for (int t = from; t < span.lo; t++) scores[t] = -INFINITY; /* weighs exactly nothing */
     for (int t = span.hi; t < to; t++) scores[t] = -INFINITY;
     for (int t = from; t < to; t += VL) top = ISA(max)(top, ISA(load)(scores + t));

@@ -42,6 +42,21 @@ static void fd_set_group(fd_ctx *ctx, int32_t g, int32_t num_layers, int32_t num
     group->block_bytes = group->layer_bytes * (size_t)num_layers;
 }
 
+static int fd_copy_floats(float **to, const float *from, size_t count) {
+    if (!from) return 1;
+    *to = malloc(count * sizeof **to);
+    if (*to) memcpy(*to, from, count * sizeof **to);
+    return *to != NULL;
+}
+
+/* Keeps copies of a group's sinks and slopes, after its sizes are set; NULL: none. 0 when there is no memory. */
+static int fd_set_scores(fd_ctx *ctx, int32_t g, const float *sinks, const float *slopes) {
+    fd_group *group = &ctx->groups[g];
+    const size_t heads = (size_t)group->num_q_heads;
+    return fd_copy_floats(&group->sinks, sinks, heads * (size_t)group->num_layers) &&
+           fd_copy_floats(&group->slopes, slopes, heads);
+}
+
 /* Scratch of all threads, after the groups are known; 0 when there is no memory. */
 static int fd_alloc_scratch(fd_ctx *ctx) {
     int64_t dim = 0;
@@ -96,6 +111,10 @@ out:
 static void fd_destroy(fd_ctx *ctx) {
     fd_close(ctx);
     pthread_mutex_destroy(&ctx->lock);
+    for (int32_t g = 0; g < ctx->num_groups; g++) {
+        free(ctx->groups[g].sinks);
+        free(ctx->groups[g].slopes);
+    }
     free(ctx->groups);
     free(ctx->layers);
     free(ctx);

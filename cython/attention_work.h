@@ -62,7 +62,8 @@ static void ISA(run_segment)(const fd_job *job, const fd_unit *unit, const fd_en
         int i = v - unit->vec_begin;
         if (lo >= hi) continue; /* such rows come first (causal) or last (window) */
         if (*begin == *end) *begin = i;
-        spans[i] = (ISA(span)){(int32_t)(lo - base), (int32_t)(hi - base)};
+        float slope = group->slopes ? group->slopes[kv_head * group->heads_per_kv + v % group->heads_per_kv] : 0.0f;
+        spans[i] = (ISA(span)){(int32_t)(lo - base), (int32_t)(hi - base), (int32_t)(base - position), slope};
         *end = i + 1;
     }
     if (*begin == *end) return;
@@ -90,13 +91,23 @@ static void ISA(merge)(int dim, float *max, float *sum, float *out, float part_m
     *max = top;
 }
 
-static void ISA(finish)(const fd_job *job, const fd_entry *entry, int kv_head, int vector, float sum, const float *out,
-                        float *row) {
-    const int heads = job->group->heads_per_kv, dim = job->group->head_dim;
-    const vf inverse = ISA(splat)(1.0f / sum);
-    for (int d = 0; d < dim; d += VL) ISA(store)(row + d, ISA(load)(out + d) * inverse);
+/* What an unnormalised output is to be multiplied by. A sink joins the sum as one more weight, without a value:
+ * once, after the segments, so that these merge as they would without it. */
+FD_INLINE float ISA(normaliser)(const fd_job *job, int head, float max, float sum) {
+    if (!job->group->sinks) return 1.0f / sum;
+    const float sink = job->group->sinks[(size_t)job->layer_index * job->group->num_q_heads + head];
+    const float top = max > sink ? max : sink;
+    const vf scale = ISA(exp)(ISA(splat)(max - top)), weight = ISA(exp)(ISA(splat)(sink - top));
+    return scale[0] / ISA(fma)(scale, ISA(splat)(sum), weight)[0];
+}
+
+static void ISA(finish)(const fd_job *job, const fd_entry *entry, int kv_head, int vector, float max, float sum,
+                        const float *out, float *row) {
+    const int heads = job->group->heads_per_kv, dim = job->group->head_dim, head = kv_head * heads + vector % heads;
+    const vf factor = ISA(splat)(ISA(normaliser)(job, head, max, sum));
+    for (int d = 0; d < dim; d += VL) ISA(store)(row + d, ISA(load)(out + d) * factor);
     int index = entry->row + vector / heads;
-    char *dst = job->out + index * job->out_bytes + (size_t)(kv_head * heads + vector % heads) * dim * job->wire_bytes;
+    char *dst = job->out + index * job->out_bytes + (size_t)head * dim * job->wire_bytes;
     ISA(flag)(job, index, ISA(round_row)(dst, row, dim, job->ctx->wire_dtype));
 }
 
@@ -122,7 +133,7 @@ static void ISA(share)(const fd_job *job, const fd_unit *unit, const fd_entry *e
             const float *part = job->ctx->partials + (other->partial + (int64_t)kv_head * n + v) * stride;
             if (part[1] != 0.0f) ISA(merge)(dim, &max, &sum, s->merged, part[0], part[1], part + 8);
         }
-        ISA(finish)(job, entry, kv_head, v, sum, s->merged, s->row);
+        ISA(finish)(job, entry, kv_head, v, max, sum, s->merged, s->row);
     }
 }
 
@@ -140,7 +151,8 @@ static void ISA(run_all)(const fd_job *job, const fd_unit *unit, const fd_entry 
                        s->acc + v * dim);
     }
     for (int v = 0; v < n; v++)
-        ISA(finish)(job, entry, kv_head, unit->vec_begin + v, s->merged_sum[v], s->merged + v * dim, s->row);
+        ISA(finish)(job, entry, kv_head, unit->vec_begin + v, s->merged_max[v], s->merged_sum[v], s->merged + v * dim,
+                    s->row);
 }
 
 static void ISA(run_unit)(const fd_job *job, const fd_unit *unit, int kv_head, ISA(scratch) *s) {
@@ -159,7 +171,8 @@ static void ISA(run_unit)(const fd_job *job, const fd_unit *unit, int kv_head, I
         ISA(share)(job, unit, entry, kv_head, s, begin, end);
         return;
     }
-    for (int v = begin; v < end; v++) ISA(finish)(job, entry, kv_head, v, s->sums[v], s->acc + v * dim, s->row);
+    for (int v = begin; v < end; v++)
+        ISA(finish)(job, entry, kv_head, v, s->maxima[v], s->sums[v], s->acc + v * dim, s->row);
 }
 
 /* First K rows of an item, for the prefetcher: short sequences are over before the hardware sees a stream. */

@@ -94,7 +94,8 @@ typedef struct {
     const float *q, *k, *v;
     float *out;
     int64_t q_stride, kv_stride, out_stride, num_rows, length, num_q_heads, num_kv_heads, head_dim, window;
-    float scale, softcap; /* softcap 0: none */
+    float scale, softcap;         /* softcap 0: none */
+    const float *sinks, *slopes;  /* [Hq] each, as in config.KVGroup; NULL: none */
     int64_t heads_per_item, rows_per_item, items_per_head, num_items;
     _Atomic int64_t next, done;
 } dense_attend_job;

@@ -38,10 +38,11 @@ static void DENSE(attend_panel)(const float *x, int64_t x_stride, int64_t rows, 
     }
 }
 
-/* Scores of one row -> weights, in place; keys low .. high-1 of the block are seen, the rest weigh 0.
- * Moves the row's maximum and sum; returns what the output so far must be multiplied by. */
-static float DENSE(attend_softmax)(const dense_attend_job *job, float *s, int64_t low, int64_t high,
-                                   float *max, float *sum)
+/* Scores of one row -> weights, in place; keys low .. high-1 of the block are seen, the rest weigh 0. The block's
+ * first key lies `ahead` of the query. Moves the row's maximum and sum; returns what the output so far must be
+ * multiplied by. */
+static float DENSE(attend_softmax)(const dense_attend_job *job, float *s, int64_t low, int64_t high, float slope,
+                                   int64_t ahead, float *max, float *sum)
 {
     const v8i lanes = {0, 1, 2, 3, 4, 5, 6, 7};
     v8f tops = (v8f){0} - INFINITY, sums = {0};
@@ -51,6 +52,8 @@ static float DENSE(attend_softmax)(const dense_attend_job *job, float *s, int64_
     for (int64_t j = 0; j < ATTEND_KEYS; j += 8) {
         v8i seen = (lanes + (int)j >= (int)low) & (lanes + (int)j < (int)high);
         v8f value = *(const v8fu *)(s + j) * job->scale;
+        if (slope != 0.0f)
+            value = DENSE_MADD(__builtin_convertvector(lanes + (int)(ahead + j), v8f), (v8f){0} + slope, value);
         value = (v8f)((seen & (v8i)value) | (~seen & (v8i)((v8f){0} - INFINITY)));
         v8i above = value > tops;
         tops = (v8f)((above & (v8i)value) | (~above & (v8i)tops));
@@ -93,7 +96,8 @@ static void DENSE(attend_block)(const dense_attend_job *job, const dense_attend_
             memset(s, 0, ATTEND_KEYS * sizeof(float));
             continue;
         }
-        float shrink = DENSE(attend_softmax)(job, s, low, high, &scratch->max[r], &scratch->sum[r]);
+        float slope = job->slopes ? job->slopes[item->first_head + r / item->rows] : 0.0f;
+        float shrink = DENSE(attend_softmax)(job, s, low, high, slope, j0 - at, &scratch->max[r], &scratch->sum[r]);
         if (shrink != 1.0f)
             for (int64_t p = 0; p < panels; p++)
                 for (int64_t i = 0; i < 16; i++) scratch->out[(p * ATTEND_ROWS + r) * 16 + i] *= shrink;
@@ -101,6 +105,14 @@ static void DENSE(attend_block)(const dense_attend_job *job, const dense_attend_
     for (int64_t p = 0; p < panels; p++)
         DENSE(attend_panel)(scratch->scores, ATTEND_KEYS, rows, scratch->values + p * ATTEND_KEYS * 16, ATTEND_KEYS,
                             scratch->out + p * ATTEND_ROWS * 16, 0);
+}
+
+/* What a row's output is to be multiplied by; its sink joins the sum as one more weight, without a value. */
+static float DENSE(attend_scale)(const dense_attend_job *job, int64_t head, float max, float sum)
+{
+    if (!job->sinks) return 1.0f / sum;
+    float top = max > job->sinks[head] ? max : job->sinks[head], shrink = expf(max - top);
+    return shrink / (sum * shrink + expf(job->sinks[head] - top));
 }
 
 static void DENSE(attend_item)(const dense_attend_job *job, const dense_attend_item *item, dense_attend_scratch *scratch)
@@ -118,7 +130,8 @@ static void DENSE(attend_item)(const dense_attend_job *job, const dense_attend_i
         DENSE(attend_block)(job, item, j0, scratch);
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = item->first_head + r / item->rows, row = item->first_row + r % item->rows;
-        float *out = job->out + row * job->out_stride + head * d, scale = 1.0f / scratch->sum[r];
+        float *out = job->out + row * job->out_stride + head * d;
+        float scale = DENSE(attend_scale)(job, head, scratch->max[r], scratch->sum[r]);
         for (int64_t i = 0; i < d; i++) out[i] = scratch->out[(i / 16 * ATTEND_ROWS + r) * 16 + i % 16] * scale;
     }
 }

@@ -37,6 +37,12 @@ DTYPE_ALIASES = {
 }
 """What PyTorch, transformers and vLLM call them."""
 
+MAX_HEAD_SCORE = 1e30
+"""Size of a sink or slope: times the 2^27 tokens of the longest sequence it is finite in fp32."""
+
+MAX_HEAD_SCORES = 1 << 16
+"""Sinks and slopes of a model: 512 layers of 128 query heads, 512 KiB when a session opens."""
+
 ENTRY_UPLOAD = 1
 """Entry flag: the rows of this entry come as K/V uploads, not as attention rows."""
 
@@ -86,6 +92,9 @@ class KVGroup:
     """Layers whose K/V rows have the same shape and window: one pool, one block table per sequence.
 
     `window` W means that token i attends to tokens i-W+1 .. i; None means to all before it.
+    `sinks`, one row per layer, one logit per query head: each adds e^sink to its softmax's
+    denominator, as a key without a value would. `slopes`, one per query head (ALiBi): each adds
+    slope * (position of the key - position of the query) to a score that is scaled and capped.
     """
 
     layers: tuple[int, ...]
@@ -93,6 +102,8 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    sinks: tuple[tuple[float, ...], ...] | None = None
+    slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
@@ -112,6 +123,37 @@ class KVGroup:
             )
         if self.window is not None and self.window < 1:
             raise ConfigError(f"a window holds at least 1 token, got {self.window}")
+        if self.sinks is not None:
+            if len(self.sinks) != len(self.layers):
+                raise ConfigError(
+                    f"{len(self.sinks)} rows of attention sinks for {len(self.layers)} layers"
+                )
+            for sinks in self.sinks:
+                self._check_per_head("attention sinks", sinks)
+        if self.slopes is not None:
+            self._check_per_head("ALiBi slopes", self.slopes)
+
+    def _check_per_head(self, what: str, values: tuple[float, ...]) -> None:
+        if len(values) != self.num_q_heads:
+            raise ConfigError(f"{len(values)} {what} for {self.num_q_heads} query heads")
+        for value in values:
+            if not abs(value) <= MAX_HEAD_SCORE:
+                raise ConfigError(f"{what} must be at most {MAX_HEAD_SCORE:g} in size, got {value}")
+
+    @cached_property
+    def sink_table(self) -> np.ndarray:
+        """The sinks as the kernels read them: float32 [layers of the group, query heads]."""
+        return np.array(self.sinks, dtype=np.float32)
+
+    @cached_property
+    def slope_table(self) -> np.ndarray:
+        """The slopes as the kernels read them: float32 [query heads]."""
+        return np.array(self.slopes, dtype=np.float32)
+
+    @property
+    def num_scores(self) -> int:
+        """Sinks and slopes: numbers that the session's opening carries."""
+        return len(self.sinks or ()) * self.num_q_heads + len(self.slopes or ())
 
     @property
     def row_width(self) -> int:
@@ -146,6 +188,11 @@ class AttentionGeometry:
         layers = sorted(layer for group in self.groups for layer in group.layers)
         if not layers or layers != list(range(len(layers))) or len(layers) > 4096:
             raise ConfigError(f"the KV groups must cover layers 0 .. n-1 once each, got {layers}")
+        num_scores = sum(group.num_scores for group in self.groups)
+        if num_scores > MAX_HEAD_SCORES:
+            raise ConfigError(
+                f"at most {MAX_HEAD_SCORES} attention sinks and ALiBi slopes, got {num_scores}"
+            )
         if not 1 <= self.max_rows <= 1 << 16:
             raise ConfigError(f"max_rows must be from 1 to 65536, got {self.max_rows}")
         if not 1 <= self.max_model_len <= 1 << 27:

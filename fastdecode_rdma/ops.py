@@ -309,20 +309,26 @@ class CpuOps:
         values: Tensor,  # [L, Hkv * D]
         group: KVGroup,
         *,
+        layer: int,
         scale: float,
         softcap: float | None,
         out: Tensor,  # [T, Hq * D]
     ) -> Tensor:
-        """Causal attention of a prompt's chunk over its own context.
+        """Causal attention of a prompt's chunk over its own context, in a layer of the group.
 
         A row's bits do not depend on the chunk it comes in. This is the prefill's attention; decode
         attends in the workers.
         """
+        sinks = slopes = 0
+        if group.sinks is not None:
+            sinks = group.sink_table[group.layers.index(layer)].ctypes.data
+        if group.slopes is not None:
+            slopes = group.slope_table.ctypes.data
         _dense.attend(
             q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), keys.stride(0),
             out.data_ptr(), out.stride(0), q.shape[0], keys.shape[0], group.num_q_heads,
             group.num_kv_heads, group.head_dim, group.window or 0, scale, softcap or 0.0,
-            self.num_threads,
+            sinks, slopes, self.num_threads,
         )  # fmt: skip
         return out
 

@@ -206,11 +206,14 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Sequence[float] | None = None,  # [Hq]
+    slopes: Sequence[float] | None = None,  # [Hq]
 ) -> Tensor:
     """Returns causal attention [T, Hq, D] in float64.
 
     Query row i sits at position p = L - T + i and sees keys max(0, p - window + 1) .. p; query head
-    h reads KV head h // (Hq / Hkv).
+    h reads KV head h // (Hq / Hkv). A score is scaled, then capped, then key j adds
+    slopes[h] * (j - p); e^sinks[h] joins the softmax's denominator alone.
     """
     num_rows, num_q_heads, _ = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -231,7 +234,12 @@ def attention(
             scores = rows[:, head] @ k_heads[kv_head, first:last].T * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1)
+            if slopes is not None:
+                scores = scores + slopes[head] * (key_at[None, :] - query_at[:, None])
+            scores = scores.masked_fill_(hidden, -torch.inf)
+            if sinks is not None:  # one more key, whose value is zero
+                scores = functional.pad(scores, (0, 1), value=sinks[head])
+            weights = torch.softmax(scores, dim=-1)[:, : len(key_at)]
             out[start : start + len(rows), head] = weights @ v_heads[kv_head, first:last]
     return out
 
@@ -282,7 +290,13 @@ def reference_forward(
         q, k, v = heads.split((group.num_q_heads, group.num_kv_heads, group.num_kv_heads), dim=1)
         if kv_dtype != "fp32":
             k, v = k.to(TORCH_DTYPES[kv_dtype]), v.to(TORCH_DTYPES[kv_dtype])
-        args = {"scale": model.scale, "window": group.window, "softcap": model.attn_softcap}
+        args = {
+            "scale": model.scale,
+            "window": group.window,
+            "softcap": model.attn_softcap,
+            "sinks": group.sinks and group.sinks[group.layers.index(layer)],
+            "slopes": group.slopes,
+        }
         if rows is not None and layer == len(group_of) - 1:
             # the last layer's other rows go nowhere: at 32k tokens that is most of the work
             places = [r % len(tokens) for r in torch.as_tensor(rows).tolist()]

@@ -193,7 +193,7 @@ def test_prefill_attention_keeps_non_finite_scores_visible(ops: CpuOps, value: f
     q[2, 3] = value
     k[:, 3] = 1e30 if value == 1e30 else 1.0
     group = KVGroup((0,), 1, 1, 16)
-    out = ops.attend(q, k, v, group, scale=1.0, softcap=None, out=torch.empty_like(q))
+    out = ops.attend(q, k, v, group, layer=0, scale=1.0, softcap=None, out=torch.empty_like(q))
     assert not out[2].isfinite().any()
     assert value == 1e30 or out[[0, 1, 3]].isfinite().all()
 
@@ -280,7 +280,7 @@ def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.Monke
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 50, 64])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("softcap", "biased"), [(None, False), (3.0, False), (None, True)])
 def test_prefill_attention_matches_the_oracle_and_a_row_does_not_depend_on_its_chunk(
     ops: CpuOps,
     num_rows: int,
@@ -290,27 +290,34 @@ def test_prefill_attention_matches_the_oracle_and_a_row_does_not_depend_on_its_c
     head_dim: int,
     window: int | None,
     softcap: float | None,
+    biased: bool,
 ) -> None:
     torch.manual_seed(5)
-    group = KVGroup((0,), heads, kv_heads, head_dim, window)
+    slopes, sinks = torch.linspace(-0.01, 0.1, heads), torch.linspace(-40, 40, heads)
+    per_head = {"slopes": tuple(slopes.tolist()), "sinks": tuple(sinks.tolist())} if biased else {}
+    rows = {**per_head, "sinks": ((0.0,) * heads, per_head["sinks"])} if biased else {}
+    group = KVGroup((3, 7), heads, kv_heads, head_dim, window, **rows)
     q = torch.randn(num_rows, heads * head_dim)
     k, v = torch.randn(2, length, kv_heads * head_dim)
     args = {"scale": 2 * head_dim**-0.5, "softcap": softcap}
-    out = ops.attend(q, k, v, group, out=torch.empty_like(q), **args)
+    out = ops.attend(q, k, v, group, layer=7, out=torch.empty_like(q), **args)
     oracle = attention(
         q.view(num_rows, heads, head_dim),
         k.view(length, kv_heads, head_dim),
         v.view(length, kv_heads, head_dim),
         window=window,
         **args,
+        **per_head,
     ).reshape(num_rows, -1)
     # a score is a sum of head_dim products and exp turns its error into a relative one; scores here
-    # stay below 30, values below 6
+    # stay below 30 in size (biases below 100, those of keys that weigh something below 50), values
+    # below 6
     assert (out - oracle).abs().max() < (head_dim + 64) * 30 * EPS
     for first, last in ((0, num_rows), (num_rows - 1, num_rows), (num_rows // 2, num_rows)):
         seen = length - num_rows + last
         part = q[first:last]
-        alone = ops.attend(part, k[:seen], v[:seen], group, out=torch.empty_like(part), **args)
+        kept = torch.empty_like(part)
+        alone = ops.attend(part, k[:seen], v[:seen], group, layer=7, out=kept, **args)
         assert torch.equal(alone, out[first:last])
 
 

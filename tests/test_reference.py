@@ -19,7 +19,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def attention_by_loops(q, k, v, scale, window, softcap):
+def attention_by_loops(q, k, v, scale, window, softcap, sinks=None, slopes=None):
     """One score at a time."""
     (num_rows, num_q_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
     out = torch.zeros_like(q)
@@ -31,9 +31,14 @@ def attention_by_loops(q, k, v, scale, window, softcap):
             scores = [scale * float(q[row, head] @ k[j, kv_head]) for j in seen]
             if softcap is not None:
                 scores = [softcap * math.tanh(score / softcap) for score in scores]
+            if slopes is not None:
+                scores = [s + slopes[head] * (j - at) for s, j in zip(scores, seen, strict=True)]
             weights = [math.exp(score - max(scores)) for score in scores]
+            total = sum(weights)
+            if sinks is not None:
+                total += math.exp(sinks[head] - max(scores))
             for j, weight in zip(seen, weights, strict=True):
-                out[row, head] += weight / sum(weights) * v[j, kv_head]
+                out[row, head] += weight / total * v[j, kv_head]
     return out
 
 
@@ -46,6 +51,16 @@ def test_attention_matches_loops(num_rows, num_q_heads, num_kv_heads, window, so
     k, v = random(9, num_kv_heads, 8, seed=1), random(9, num_kv_heads, 8, seed=2)
     got = attention(q, k, v, scale=0.4, window=window, softcap=softcap)
     expected = attention_by_loops(q, k, v, 0.4, window, softcap)
+    torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("sinks", [None, (0.5, -4.0, 9.0, 0.0)])
+@pytest.mark.parametrize("slopes", [None, (0.5, 0.25, 0.0, -0.125)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_and_alibi_match_loops(sinks, slopes, window):
+    q, k, v = random(5, 4, 8), random(9, 2, 8, seed=1), random(9, 2, 8, seed=2)
+    got = attention(q, k, v, scale=0.4, window=window, softcap=2.0, sinks=sinks, slopes=slopes)
+    expected = attention_by_loops(q, k, v, 0.4, window, 2.0, sinks, slopes)
     torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
 
 
@@ -211,7 +226,7 @@ class AttentionOnly:
         self.seen: list[torch.Tensor] = []
 
     def kv_groups(self):
-        return (KVGroup((1,), 1, 1, 8, 2), KVGroup((0,), 1, 1, 8, None))
+        return (KVGroup((1,), 1, 1, 8, 2, ((0.5,),)), KVGroup((0,), 1, 1, 8, slopes=(0.25,)))
 
     def embed(self, token_ids, positions):
         self.seen.append(positions)
@@ -232,11 +247,12 @@ def test_reference_forward_drives_any_split_model(kv_dtype):
     model, ids = AttentionOnly(), [1, 5, 5, 2]
     got = reference_forward(model, ids, first_position=7, kv_dtype=kv_dtype)
     x = model.table[ids]
-    for window in (None, 2):
+    for window, sinks, slopes in ((None, None, (0.25,)), (2, (0.5,), None)):
         q, k, v = x.view(4, 3, 1, 8).unbind(1)
         if kv_dtype == "bf16":
             k, v = k.bfloat16().double(), v.bfloat16().double()
-        x = x + attention_by_loops(q, k, v, 0.5, window, 3.0).flatten(1).repeat(1, 3)
+        out = attention_by_loops(q, k, v, 0.5, window, 3.0, sinks, slopes)
+        x = x + out.flatten(1).repeat(1, 3)
     torch.testing.assert_close(got, x[:, :8], atol=ATOL, rtol=0)
     assert model.seen[0].tolist() == [7, 8, 9, 10]
     last = reference_forward(model, ids, first_position=7, kv_dtype=kv_dtype, rows=[-1])

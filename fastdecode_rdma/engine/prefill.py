@@ -234,6 +234,7 @@ class PrefillJob:
                 keys[item.first_row : item.first_row + stop],
                 values[item.first_row : item.first_row + stop],
                 group,
+                layer=layer,
                 scale=self.model.config.scale,
                 softcap=self.model.config.attn_softcap,
                 out=out[at : at + stop - start],

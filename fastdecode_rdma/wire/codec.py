@@ -30,7 +30,8 @@ _LENGTH = struct.Struct("<H")
 _HELLO = struct.Struct("<HBB32s")  # version, role, auth required, nonce
 _AUTH = struct.Struct("<32s")
 _GEOMETRY = struct.Struct("<dBdIIH")  # scale, has softcap, softcap, max rows, max model len, groups
-_GROUP = struct.Struct("<HHHIH")  # query heads, KV heads, head dim, window, layers
+_GROUP = struct.Struct("<HHHIHB")  # query heads, KV heads, head dim, window, layers, extras
+_HAS_SINKS, _HAS_SLOPES = 1, 2  # extras of a group: rows of doubles behind its layers
 _SLOTS = struct.Struct("<HHII")  # latency slots, bulk slots, latency nbytes, bulk nbytes
 _SESSION_OPENED = struct.Struct("<QQQIII")  # id, epoch, capacity, threads, block, segment tokens
 _DATA_HELLO = struct.Struct("<Q32s32s")  # session id, nonce, mac
@@ -128,20 +129,31 @@ def _encode_geometry(geometry: AttentionGeometry) -> bytes:
     for group in geometry.groups:
         window = _NO_WINDOW if group.window is None else group.window
         num_layers = len(group.layers)
-        parts.append(
-            _GROUP.pack(group.num_q_heads, group.num_kv_heads, group.head_dim, window, num_layers)
-        )
+        extras = _HAS_SINKS * (group.sinks is not None) | _HAS_SLOPES * (group.slopes is not None)
+        heads = (group.num_q_heads, group.num_kv_heads, group.head_dim)
+        parts.append(_GROUP.pack(*heads, window, num_layers, extras))
         parts.append(struct.pack(f"<{num_layers}H", *group.layers))
+        for values in (*(group.sinks or ()), group.slopes or ()):
+            parts.append(struct.pack(f"<{len(values)}d", *values))
     return b"".join(parts)
 
 
 def _decode_group(reader: _Reader) -> KVGroup:
-    num_q_heads, num_kv_heads, head_dim, window, num_layers = reader.unpack(_GROUP)
+    num_q_heads, num_kv_heads, head_dim, window, num_layers, extras = reader.unpack(_GROUP)
     if num_layers > MAX_LAYERS:
         raise RemoteProtocolError(f"a KV group of {num_layers} layers; at most {MAX_LAYERS}")
+    if extras & ~(_HAS_SINKS | _HAS_SLOPES):
+        raise RemoteProtocolError(f"a KV group with extras {extras:#x}, which are unknown")
     layers = reader.unpack(struct.Struct(f"<{num_layers}H"))
+    per_head = struct.Struct(f"<{num_q_heads}d")
     return KVGroup(
-        layers, num_q_heads, num_kv_heads, head_dim, None if window == _NO_WINDOW else window
+        layers,
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        None if window == _NO_WINDOW else window,
+        tuple(reader.unpack(per_head) for _ in layers) if extras & _HAS_SINKS else None,
+        reader.unpack(per_head) if extras & _HAS_SLOPES else None,
     )
 
 

@@ -16,8 +16,9 @@ MAGIC = 0x4446  # "FD" in little-endian order
 MAX_GREETING_BYTES = 1024
 """Before the peer is known: a hello takes under 120 bytes, an error text at most 800."""
 
-MAX_BODY_BYTES = 64 * 1024
-"""Afterwards: the largest message is OPEN_SESSION, 4096 layers in 4096 groups take 56 KiB."""
+MAX_BODY_BYTES = 640 * 1024
+"""Afterwards: the largest message is OPEN_SESSION. 4096 layers in 4096 groups take 60 KiB, as many
+sinks and slopes as a geometry may have 512 KiB."""
 
 
 def frame(type_code: int, body: bytes) -> bytes:

@@ -81,6 +81,8 @@ def open_context(geometry: AttentionGeometry, num_threads: int, isa: str) -> _at
             group.head_dim,
             group.window or 0,
             ring_blocks(group),
+            group.sink_table.ctypes.data if group.sinks is not None else 0,
+            group.slope_table.ctypes.data if group.slopes is not None else 0,
         )
         for group in geometry.groups
     ]

@@ -12,7 +12,14 @@ from fastdecode_rdma.wire.messages import Role
 GEOMETRY = AttentionGeometry(
     groups=(
         KVGroup((0, 2), num_q_heads=6, num_kv_heads=2, head_dim=64, window=512),
-        KVGroup((1,), num_q_heads=4, num_kv_heads=4, head_dim=256),
+        KVGroup(
+            (1,),
+            num_q_heads=2,
+            num_kv_heads=2,
+            head_dim=256,
+            sinks=((1.5, -2.0),),
+            slopes=(0.5, 0.25),
+        ),
     ),
     scale=0.125,
     softcap=50.0,

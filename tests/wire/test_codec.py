@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode_rdma.config import AttentionGeometry, KVGroup
+from fastdecode_rdma.config import MAX_HEAD_SCORES, AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import LocalProtocolError, RemoteProtocolError
 from fastdecode_rdma.wire import codec, framing
 from fastdecode_rdma.wire import messages as m
@@ -21,9 +21,10 @@ GOLDEN = (
     "4644 0100 2b000000 0100 01 00" + COUNT + "0500 302e312e30",
     "4644 0100 2b000000 0100 02 01" + bytes(range(32, 64)).hex() + "0500 302e312e30",
     "4644 0200 20000000" + COUNT,
-    "4644 0300 56000000 0200 0400 00000100 00001000 0300 746370"
+    "4644 0300 78000000 0200 0400 00000100 00001000 0300 746370"
     "000000000000c03f 01 0000000000004940 00010000 00000200 0200 0400 66703136 0400 66703332"
-    "0600 0200 4000 00020000 0200 0000 0200  0400 0400 0001 00000000 0100 0100",
+    "0600 0200 4000 00020000 0200 00 0000 0200  0200 0200 0001 00000000 0100 03 0100"
+    "000000000000f83f 00000000000000c0 000000000000e03f 000000000000d03f",
     "4644 0400 3b000000 0700000000000000 0100000000000080 0000000001000000 08000000 40000000"
     "00040000 0200 0400 00000100 00001000 0300 746370 0400 61767832",
     "4644 0500 48000000 0700000000000000" + COUNT + "00" * 32,
@@ -108,27 +109,31 @@ def test_a_flipped_byte_raises_remote_protocol_errors_only(data):
         codec.decode(code, bytes(body))
 
 
-groups = st.builds(
-    lambda layers, kv, ratio, dim, window: (layers, kv * ratio, kv, dim * 8, window),
-    st.integers(1, 5),
-    st.integers(1, 16),
-    st.integers(1, 8),
-    st.integers(1, 128),
-    st.none() | st.integers(1, 2**31),
-)
+score = st.floats(-1e30, 1e30)
+
+
+@st.composite
+def groups(draw):
+    layers, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 16))
+    heads = kv_heads * draw(st.integers(1, 8))
+    window = draw(st.none() | st.integers(1, 2**31))
+    per_head = st.builds(lambda value, last: (value,) * (heads - 1) + (last,), score, score)
+    sinks = draw(st.none() | st.tuples(*[per_head] * layers))
+    slopes = draw(st.none() | per_head)
+    return layers, heads, kv_heads, draw(st.integers(1, 128)) * 8, window, sinks, slopes
 
 
 @given(
-    shapes=st.lists(groups, min_size=1, max_size=6),
+    shapes=st.lists(groups(), min_size=1, max_size=4),
     scale=st.floats(1e-6, 10.0),
     softcap=st.none() | st.floats(0.5, 100.0),
     kv_dtype=st.sampled_from(["fp32", "fp16", "bf16"]),
 )
 def test_geometries_survive_the_wire(shapes, scale, softcap, kv_dtype):
     first, built = 0, []
-    for num_layers, num_q_heads, num_kv_heads, head_dim, window in shapes:
+    for num_layers, *shape in shapes:
         layers = tuple(range(first, first + num_layers))
-        built.append(KVGroup(layers, num_q_heads, num_kv_heads, head_dim, window))
+        built.append(KVGroup(layers, *shape))
         first += num_layers
     geometry = AttentionGeometry(
         tuple(built), scale, kv_dtype, max_rows=7, max_model_len=99, softcap=softcap
@@ -138,7 +143,13 @@ def test_geometries_survive_the_wire(shapes, scale, softcap, kv_dtype):
 
 
 def test_the_largest_geometry_fits_a_frame():
-    groups = tuple(KVGroup((layer,), 8, 8, 128) for layer in range(codec.MAX_LAYERS))
+    heads = MAX_HEAD_SCORES // codec.MAX_LAYERS // 2
+    scores = (0.25,) * heads
+    groups = tuple(
+        KVGroup((layer,), heads, heads, 128, 99, (scores,), scores)
+        for layer in range(codec.MAX_LAYERS)
+    )
+    assert sum(group.num_scores for group in groups) == MAX_HEAD_SCORES
     geometry = AttentionGeometry(groups, 0.1, "bf16", max_rows=1, max_model_len=1)
     code, body = codec.encode(m.OpenSession(geometry, m.SlotPlan(1, 1, 1, 1)))
     assert codec.decode(code, body).geometry == geometry
@@ -157,6 +168,23 @@ def test_a_geometry_that_makes_no_sense_is_refused_with_the_reason(geometry, slo
     raw[offset : offset + 8] = struct.pack("<d", float("nan"))
     with pytest.raises(RemoteProtocolError, match="scale"):
         codec.decode(code, bytes(raw))
+
+
+def test_sinks_and_slopes_that_make_no_sense_are_refused(geometry, slots):
+    code, body = codec.encode(m.OpenSession(geometry, slots))
+    for value, what in ((1.5, "sinks"), (0.25, "slopes")):
+        for wrong in (float("nan"), float("inf"), -1e31):
+            raw = body.replace(struct.pack("<d", value), struct.pack("<d", wrong))
+            assert raw != body
+            with pytest.raises(RemoteProtocolError, match=f"{what} must be at most 1e.30 in size"):
+                codec.decode(code, raw)
+    fixed = struct.pack("<HHHIH", 2, 2, 256, 0, 1)
+    raw = body.replace(fixed + b"\3", fixed + b"\7")
+    with pytest.raises(RemoteProtocolError, match="extras 0x7"):
+        codec.decode(code, raw)
+    raw = body.replace(fixed, struct.pack("<HHHIH", 0xFFFF, 2, 256, 0, 1))  # 512 KiB of sinks
+    with pytest.raises(RemoteProtocolError, match="ends before its last field"):
+        codec.decode(code, raw)
 
 
 def test_unknown_types_and_codes():

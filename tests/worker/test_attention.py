@@ -46,8 +46,11 @@ def one_layer(
     kv: str = "fp32",
     wire: str = "fp32",
     scale: float | None = None,
+    sinks: tuple[float, ...] | None = None,
+    slopes: tuple[float, ...] | None = None,
 ) -> AttentionGeometry:
-    group = KVGroup((0,), heads, kv_heads, dim, window)
+    rows = None if sinks is None else (sinks,)
+    group = KVGroup((0,), heads, kv_heads, dim, window, rows, slopes)
     return AttentionGeometry(
         groups=(group,),
         scale=dim**-0.5 if scale is None else scale,
@@ -121,7 +124,9 @@ def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndar
 
     The score's chain of D products errs by about sqrt(D) roundoffs of sum |q k|, its scaling and
     cap by a few of itself; a weight by twice that plus the exponential's; the sum over n tokens by
-    sqrt(n).
+    sqrt(n). ALiBi's bias grows with the distance, so its roundoffs, and those of what the
+    exponential is taken of, count by the weight of their keys. A sink keeps a share of the sum from
+    the values: that shrinks these errors, but errs itself as an exponential does.
     """
     group, form = geometry.groups[0], KV_DTYPES[geometry.kv_dtype]
     wire = KV_DTYPES[geometry.wire_dtype]
@@ -148,10 +153,27 @@ def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndar
             if geometry.softcap is not None:
                 scores = geometry.softcap * np.tanh(scores / geometry.softcap)
                 score_error += 8 * UNIT * geometry.softcap
-            weights = np.exp(scores - scores.max())
-            out[row, head] = (weights / weights.sum()) @ values
+            bias = np.zeros(len(keys))
+            if group.slopes is not None:
+                bias = group.slopes[head] * (np.arange(first, last + 1.0) - last)
+            scores = scores + bias
+            top = scores.max()
+            weights = np.exp(scores - top)
+            total = weights.sum()
+            weights /= total
+            out[row, head] = weights @ values
             spread = 2 * score_error + UNIT * (math.sqrt(len(keys)) + 8)
+            if group.slopes is not None:
+                spread += 2 * UNIT * (weights @ (2 * np.abs(bias) + 2 * np.abs(scores - top)))
             allowed[row, head] = np.abs(values).max() * spread
+            if group.sinks is not None:
+                apart = group.sinks[0][head] - top
+                kept = 1 / (1 + np.exp(apart) / total)
+                out[row, head] *= kept
+                allowed[row, head] *= kept
+                errors = 2 * score_error + UNIT * (2 * abs(apart) + 8)
+                allowed[row, head] += np.abs(out[row, head]).max() * errors
+                allowed[row, head] += np.abs(values).max() * total * np.exp(-87.3)  # less is zero
             if geometry.wire_dtype != "fp32":
                 allowed[row, head] += np.abs(out[row, head]).max() * wire.unit_roundoff
     return out, allowed
@@ -233,14 +255,71 @@ def test_softcap_also_far_above_the_cap(isa: str, softcap: float, loud: float) -
     check(geometry, works, isa=isa)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("position", [0, 1500, 2999])
-def test_largest_score_in_first_middle_and_last_block(isa: str, position: int) -> None:
-    geometry = one_layer(3, 1, 64, kv="fp32")
+def test_largest_score_in_first_middle_and_last_block(isa: str, position: int, kv: str) -> None:
+    geometry = one_layer(3, 1, 64, kv=kv)
     work = make_work(geometry, 3000)
     work.k[position] = 20.0 * work.q[0].sum(axis=0)
     check(geometry, [work], isa=isa)
     (out,), _ = attend(geometry, [work], isa=isa)
-    assert np.abs(out[0] - work.v[position]).max() < 1e-3  # its weight is all but one
+    stored = KV_DTYPES[kv].decode(KV_DTYPES[kv].encode(work.v[position]))
+    assert np.abs(out[0] - stored).max() < 1e-3  # its weight is all but one
+
+
+SLOPES = (0.5, 2.0**-8, 0.0, 1.7, -(2.0**-10), 0.03)
+SINKS = (0.0, 3.0, -20.0, 90.0, 4.25, -300.0)
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (90, 5.0)])
+def test_sinks_and_alibi(isa: str, kv: str, window: int | None, softcap: float | None) -> None:
+    """Rows over block and segment borders; sinks above all scores; bits as without a batch."""
+    geometry = one_layer(
+        6, 2, 24, kv=kv, window=window, softcap=softcap, sinks=SINKS, slopes=SLOPES
+    )
+    shapes = [(1, 1), (65, 3), (1025, 4), (1030, 30), (2100, 1)]
+    works = [make_work(geometry, n, rows=rows, seed=n) for n, rows in shapes]
+    check(geometry, works, isa=isa)
+    together, _ = attend(geometry, works, isa=isa)
+    for work, expected in zip(works, together, strict=True):
+        (alone,), _ = attend(geometry, [work], isa=isa, threads=1)
+        assert np.array_equal(alone, expected)
+
+
+def test_a_sink_is_a_key_whose_value_is_zero(isa: str) -> None:
+    """One key of score 1 and a sink of logit x: the output is V / (1 + e^(x - 1))."""
+    xs = np.linspace(-85.0, 80.0, 100).astype(np.float32)
+    geometry = one_layer(100, 1, 8, scale=1.0, sinks=tuple(xs.tolist()))
+    k, v, q = (np.zeros(s, np.float32) for s in ((1, 1, 8), (1, 1, 8), (1, 100, 8)))
+    k[0, 0, 0], v[0], q[0, :, 0] = 1.0, 3.0, 1.0
+    (out,), _ = attend(geometry, [Work(k, v, q)], isa=isa)
+    exact = 3.0 / (1 + np.exp(xs.astype(np.float64) - 1))
+    assert (np.abs(out[0, :, 0] - exact) / exact).max() < 8 * UNIT
+
+
+def test_sinks_that_vanish_and_slopes_of_zero_change_no_bit(isa: str) -> None:
+    plain, neutral = (
+        one_layer(4, 2, 24, sinks=sinks, slopes=slopes)
+        for sinks, slopes in ((None, None), ((-1e30,) * 4, (0.0,) * 4))
+    )
+    works = mixed_works(plain)
+    for a, b in zip(*(attend(g, works, isa=isa)[0] for g in (plain, neutral)), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_alibi_is_exact_at_a_distance(isa: str) -> None:
+    """All scores alike but for the slope: the output is the mean of V by powers of e^slope."""
+    slopes = (1.0, 0.25, 2.0**-12, 0.0)
+    geometry = one_layer(4, 1, 8, slopes=slopes)
+    work = make_work(geometry, 5000)
+    work.k[:] = 0.0
+    (out,), _ = attend(geometry, [work], isa=isa)
+    check(geometry, [work], isa=isa)
+    for head, slope in enumerate(slopes):
+        weights = np.exp(slope * (np.arange(5000.0) - 4999))
+        exact = weights @ work.v[:, 0].astype(np.float64) / weights.sum()
+        assert np.abs(out[0, head] - exact).max() < 5 * UNIT * (math.sqrt(5000) + 40)
 
 
 def test_exponential_is_accurate_to_fp32(isa: str) -> None:
