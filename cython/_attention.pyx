@@ -36,6 +36,8 @@ cdef extern from "attention.h" nogil:
         uint64_t kernel_ns
         uint64_t attends
 
+    int FD_NUM_ISAS
+    const fd_isa *fd_isas[]
     const fd_isa *fd_find_isa(const char *name)
     fd_ctx *fd_open(int32_t num_groups, int32_t num_layers, int32_t num_threads, const char *isa)
     void fd_set_group(fd_ctx *ctx, int32_t g, int32_t num_layers, int32_t num_q_heads, int32_t num_kv_heads,
@@ -67,6 +69,7 @@ cdef extern from "attention.h" nogil:
 BLOCK_TOKENS = FD_BLOCK
 SEGMENT_TOKENS = FD_SEG
 NUM_TABLES = FD_TABLES
+ISA_NAMES = tuple(fd_isas[i].name.decode() for i in range(FD_NUM_ISAS))  # of this build, best first
 
 
 def bind_team(uintptr_t address):

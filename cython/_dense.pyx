@@ -7,6 +7,9 @@ from libc.string cimport memset
 cdef extern from "dense.h" nogil:
     void team_bind(uintptr_t address)
     int dense_isa
+    int DENSE_NUM_ISAS
+    const char *dense_isas[]
+    int isa_cpu_has(const char *name)
     int dense_isa_supported(int isa)
     void dense_gemm(const float *x, int64_t x_stride, int64_t m, const void *packed, int weight_type,
                     int64_t n, int64_t k, const float *bias, float *out, int64_t out_stride,
@@ -67,12 +70,18 @@ cdef extern from "dense.h" nogil:
 
 FP32, BF16 = 0, 1
 SILU, GELU_TANH, RELU = 0, 1, 2
-ISA_NAMES = ("baseline", "avx2")
+ISA_NAMES = tuple(dense_isas[i].decode() for i in range(DENSE_NUM_ISAS))  # of this build
 
 
 def bind_team(uintptr_t address):
     """Runs parallel regions on the team at that address (_team.address())."""
     team_bind(address)
+
+
+def cpu_has(str name):
+    """Returns whether this CPU can run an instruction set, whether or not a kernel of this build is made for it."""
+    encoded = name.encode()
+    return bool(isa_cpu_has(encoded))
 
 
 def set_isa(int isa):

@@ -12,6 +12,9 @@ cdef extern from "sampling.h" nogil:
         pass
     void team_bind(uintptr_t address)
     int sampling_isa
+    int SAMPLING_NUM_ISAS
+    const char *sampling_isas[]
+    int isa_cpu_has(const char *name)
     int sampling_isa_supported(int isa)
     void sampling_philox(const uint32_t *counters, const uint32_t *keys, uint32_t *out, int64_t num)
     void sampling_run(sampling_row *rows, int64_t num_rows, int64_t vocab_size, int num_threads)
@@ -19,12 +22,18 @@ cdef extern from "sampling.h" nogil:
 
 
 ROW_BYTES, TOP_BYTES, SCORE_BYTES = sizeof(sampling_row), sizeof(sampling_top), sizeof(sampling_score)
-ISA_NAMES = ("baseline", "avx2")
+ISA_NAMES = tuple(sampling_isas[i].decode() for i in range(SAMPLING_NUM_ISAS))  # of this build
 
 
 def bind_team(uintptr_t address):
     """Runs parallel regions on the team at that address (_team.address())."""
     team_bind(address)
+
+
+def cpu_has(str name):
+    """Returns whether this CPU can run an instruction set, whether or not a kernel of this build is made for it."""
+    encoded = name.encode()
+    return bool(isa_cpu_has(encoded))
 
 
 def set_isa(int isa):

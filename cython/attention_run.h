@@ -5,6 +5,7 @@
 #include <immintrin.h>
 #endif
 
+#include "isa.h"
 #include "team.h"
 
 typedef float v4f __attribute__((vector_size(16)));
@@ -83,15 +84,20 @@ static inline uint16_t fd_round_fp16(uint32_t bits) {
 #pragma GCC pop_options
 #endif
 
+/* The kernels of this build, best first. */
+static const fd_isa *const fd_isas[] = {
+#if defined(__x86_64__)
+    &fd_avx2_table,
+#endif
+    &fd_base_table,
+};
+enum { FD_NUM_ISAS = sizeof fd_isas / sizeof *fd_isas };
+
 /* Returns the kernel of that name, or NULL when this build or this CPU does not have it. */
 static const fd_isa *fd_find_isa(const char *name) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!strcmp(name, "avx2"))
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
-                   ? &fd_avx2_table : NULL;
-#endif
-    return strcmp(name, "baseline") ? NULL : &fd_base_table;
+    for (int i = 0; i < FD_NUM_ISAS; i++)
+        if (!strcmp(name, fd_isas[i]->name)) return isa_cpu_has(name) ? fd_isas[i] : NULL;
+    return NULL;
 }
 
 static uint64_t fd_now_ns(void) {

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "isa.h"
 #include "team.h"
 
 #if defined(__x86_64__)
@@ -170,12 +171,17 @@ static dense_attend_item dense_attend_item_of(const dense_attend_job *job, int64
 
 static int dense_isa = 0; /* 0 baseline, 1 AVX2 + FMA */
 
+static const char *const dense_isas[] = {
+    "baseline",
+#if defined(__x86_64__)
+    "avx2",
+#endif
+};
+enum { DENSE_NUM_ISAS = sizeof dense_isas / sizeof *dense_isas };
+
 static int dense_isa_supported(int isa)
 {
-#if defined(__x86_64__)
-    if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
-    return isa == 0;
+    return isa >= 0 && isa < DENSE_NUM_ISAS && isa_cpu_has(dense_isas[isa]);
 }
 
 static void dense_gemm(const float *x, int64_t x_stride, int64_t m, const void *packed, int weight_type, int64_t n,

@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "isa.h"
 #include "team.h"
 
 #define SAMPLING_BLOCKS 512 /* their sums take 4 KiB */
@@ -216,12 +217,17 @@ static void sampling_keep_first(sampling_list *list, int64_t num)
 
 static int sampling_isa = 0; /* 0 baseline, 1 AVX2 + FMA */
 
+static const char *const sampling_isas[] = {
+    "baseline",
+#if defined(__x86_64__)
+    "avx2",
+#endif
+};
+enum { SAMPLING_NUM_ISAS = sizeof sampling_isas / sizeof *sampling_isas };
+
 static int sampling_isa_supported(int isa)
 {
-#if defined(__x86_64__)
-    if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
-    return isa == 0;
+    return isa >= 0 && isa < SAMPLING_NUM_ISAS && isa_cpu_has(sampling_isas[isa]);
 }
 
 /* Philox4x32-10 (Salmon et al., SC 2011): counters [N][4] under keys [N][2] -> out [N][4]. */

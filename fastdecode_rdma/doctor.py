@@ -17,6 +17,7 @@ from typing import Any
 
 from fastdecode_rdma import __version__
 from fastdecode_rdma.errors import FastDecodeError
+from fastdecode_rdma.isa import ISA_VARIABLE, UNPROVEN
 from fastdecode_rdma.worker import limits
 
 ROOT = Path("/")
@@ -59,16 +60,22 @@ def find_torch() -> dict[str, Any]:
 
 
 def find_kernel() -> dict[str, Any]:
-    """Returns the instruction sets that the compiled kernel can use here, and the chosen one."""
+    """Returns the instruction sets that this build has, this CPU can run of them, and is chosen.
+
+    `off` are those of the build that are used only when FASTDECODE_ISA names them.
+    """
     try:
         machinery = import_module("fastdecode_rdma.worker.machinery")
         facts = machinery.kernel_facts()
     except (ImportError, FastDecodeError) as exc:
-        return {"isa": None, "available": [], "forced": None, "note": str(exc)}
+        nothing: dict[str, Any] = {"built": [], "available": [], "off": []}
+        return {"isa": None, **nothing, "forced": None, "note": str(exc)}
     return {
         "isa": facts.isa,
+        "built": list(facts.built),
         "available": list(facts.available),
-        "forced": os.environ.get("FASTDECODE_ISA"),
+        "off": [isa for isa in facts.built if isa in UNPROVEN and isa != facts.isa],
+        "forced": os.environ.get(ISA_VARIABLE),
         "note": None,
     }
 
@@ -192,6 +199,20 @@ def _amount(nbytes: int | None, absent: str) -> str:
     return absent if nbytes is None else limits.format_memory(nbytes)
 
 
+def _kernel_line(kernel: dict[str, Any]) -> str:
+    if kernel["note"] is not None:
+        return kernel["note"]
+    forced = f" ({ISA_VARIABLE}={kernel['forced']})" if kernel["forced"] else ""
+    built, available = ", ".join(kernel["built"]), ", ".join(kernel["available"])
+    return f"built for {built}; this CPU runs {available}; chosen {kernel['isa']}{forced}"
+
+
+def _off_line(kernel: dict[str, Any], isa: str) -> str:
+    can = isa in kernel["available"]
+    how = f"{ISA_VARIABLE}={isa} turns it on" if can else "this CPU cannot run it"
+    return f"nobody has run its tests on such a processor; {how}"
+
+
 def format_lines(facts: dict[str, Any]) -> str:
     """Returns the facts as one line each, what will be used last."""
     python, torch, kernel = facts["python"], facts["torch"], facts["kernel"]
@@ -199,16 +220,11 @@ def format_lines(facts: dict[str, Any]) -> str:
     memlock, verbs = facts["memlock"], facts["verbs"]
     quota = threads["cgroup_cpus"]
     cores = f"{threads['cpus']} CPUs in the affinity mask, {threads['physical_cores']} cores"
-    forced = f" (FASTDECODE_ISA={kernel['forced']})" if kernel["forced"] else ""
     rows = [
         ("python", ", ".join(f"{name} {value}" for name, value in python.items())),
         ("torch", f"{torch['version'] or 'missing'} ({torch['note']})"),
-        (
-            "kernel",
-            f"{', '.join(kernel['available'])}; chosen {kernel['isa']}{forced}"
-            if kernel["note"] is None
-            else kernel["note"],
-        ),
+        ("kernel", _kernel_line(kernel)),
+        *((f"off: {isa}", _off_line(kernel, isa)) for isa in kernel["off"]),
         ("threads", cores + ("" if quota is None else f", cgroup quota {quota:g} CPUs")),
         (
             "memory",

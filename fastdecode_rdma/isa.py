@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from fastdecode_rdma.errors import ConfigError
 
-ISAS = ("avx2", "baseline")
-"""Instruction sets with kernels of their own, best first; avx2 means AVX2, FMA and F16C."""
+ISAS = ("avx512", "avx2", "neon", "baseline")
+"""Instruction sets that kernels are written for, best first. avx512 means AVX-512 F, BW, VL and DQ
+beside avx2, which means AVX2, FMA and F16C (cython/isa.h)."""
+
+UNPROVEN = frozenset({"avx512", "neon"})
+"""Compiled and disassembled, but nobody has run their tests on such a processor: never chosen
+unless asked for by name."""
+
+BELOW = {"avx512": "avx2", "avx2": "baseline", "neon": "baseline"}
+"""What a kernel that is not written for an instruction set runs instead."""
 
 ISA_VARIABLE = "FASTDECODE_ISA"
 
 
-def choose_isa(can_run: Callable[[str], bool], requested: str | None = None) -> str:
-    """Returns the instruction set to run: `requested`, else FASTDECODE_ISA, else the best there is.
+def choose_isa(
+    can_run: Callable[[str], bool], requested: str | None = None, *, built: Collection[str] = ISAS
+) -> str:
+    """Returns the instruction set to run: `requested`, else FASTDECODE_ISA, else the best proven.
 
-    `can_run` may also choose what it says yes to: the name returned is the last that it accepted.
+    `built` are those that this kernel is written for: asked for another one that the CPU can run,
+    it takes the next below.
 
     Raises:
-        ConfigError: the name is unknown, or this CPU cannot run it.
+        ConfigError: the name is unknown, or cannot run here.
     """
     source = "isa" if requested else ISA_VARIABLE
     name = requested or os.environ.get(ISA_VARIABLE)
+    usable = [isa for isa in ISAS if isa in built and can_run(isa)]  # the baseline runs everywhere
     if not name:
-        return next(isa for isa in ISAS if can_run(isa))  # the baseline runs everywhere
+        return next(isa for isa in usable if isa not in UNPROVEN)
     if name not in ISAS:
         raise ConfigError(f"{source}={name!r} is unknown; expected one of {ISAS}")
     if not can_run(name):
-        usable = tuple(isa for isa in ISAS if can_run(isa))
-        raise ConfigError(f"{source}={name!r} cannot run on this CPU; it can run {usable}")
+        raise ConfigError(
+            f"{source}={name!r} cannot run on this CPU with this build; {tuple(usable)} can"
+        )
+    while name not in built:
+        name = BELOW[name]
     return name

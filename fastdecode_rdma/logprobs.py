@@ -67,7 +67,8 @@ def bind_kernel() -> None:
         ConfigError: FASTDECODE_ISA is unknown, or this CPU cannot run it.
     """
     _sampling.bind_team(_team.address())
-    choose_isa(lambda isa: _sampling.set_isa(_sampling.ISA_NAMES.index(isa)))
+    isa = choose_isa(_sampling.cpu_has, built=_sampling.ISA_NAMES)
+    _sampling.set_isa(_sampling.ISA_NAMES.index(isa))
 
 
 def score(rows: np.ndarray, vocab_size: int, num_threads: int | None = None) -> None:

@@ -85,7 +85,8 @@ class CpuOps:
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
         self.deterministic = deterministic
-        self.isa = choose_isa(lambda isa: _dense.set_isa(_dense.ISA_NAMES.index(isa)))
+        self.isa = choose_isa(_dense.cpu_has, built=_dense.ISA_NAMES)
+        _dense.set_isa(_dense.ISA_NAMES.index(self.isa))
         self.compute_dtype = torch.float32
         self.gemm_choices: dict[tuple[int, int, str], GemmChoice] = {}
         self._arena = HugePageArena()

@@ -18,6 +18,7 @@ except ImportError as exc:
 BLOCK_TOKENS: int = _attention.BLOCK_TOKENS
 SEGMENT_TOKENS: int = _attention.SEGMENT_TOKENS
 NUM_TABLES: int = _attention.NUM_TABLES
+BUILT_ISAS: tuple[str, ...] = _attention.ISA_NAMES
 RING_SLACK = 64
 """Tokens that a window group keeps beyond its window, so that a step can shorten a sequence."""
 
@@ -28,7 +29,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def select_isa(requested: str | None = None) -> str:
-    """Returns the instruction set to run: `requested`, else FASTDECODE_ISA, else the best there is.
+    """Returns the instruction set to run: `requested`, else FASTDECODE_ISA, else the best proven.
 
     Raises:
         ConfigError: the name is unknown, or this CPU cannot run it.

@@ -10,6 +10,7 @@ from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.wire.messages import SlotPlan
 from fastdecode_rdma.worker.attention import (
     BLOCK_TOKENS,
+    BUILT_ISAS,
     SEGMENT_TOKENS,
     available_isas,
     select_isa,
@@ -23,6 +24,7 @@ class KernelFacts:
     """What the compiled kernel uses on this machine."""
 
     isa: str
+    built: tuple[str, ...]
     available: tuple[str, ...]
     block_tokens: int
     seg_tokens: int
@@ -34,7 +36,7 @@ def kernel_facts() -> KernelFacts:
     Raises:
         ConfigError: FASTDECODE_ISA names an instruction set that this CPU cannot run.
     """
-    return KernelFacts(select_isa(), available_isas(), BLOCK_TOKENS, SEGMENT_TOKENS)
+    return KernelFacts(select_isa(), BUILT_ISAS, available_isas(), BLOCK_TOKENS, SEGMENT_TOKENS)
 
 
 def buffer_bytes(geometry: AttentionGeometry, slots: SlotPlan) -> int:
