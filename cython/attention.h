@@ -31,7 +31,8 @@ enum {
     FD_UPLOAD = 1,    /* entry flag: the rows come by store() */
 };
 enum { FD_FP32 = 0, FD_FP16 = 1, FD_BF16 = 2, FD_INT8 = 3, FD_INT4 = 4 }; /* the last two hold K/V only */
-enum { FD_UNPACK = 16 }; /* int4 rows unpacked at a time: with head_dim 128 they stay in L1 */
+enum { FD_STEP_BYTES = 8 << 10, FD_UNPACK = 16 }; /* of K or V handled at a time, and the least rows; see step_rows */
+enum { FD_CHUNK = 32 }; /* head dimensions between two looks at what is being prefetched */
 enum { FD_INT8_SCALE_BYTES = 4, FD_INT4_GROUP_BYTES = 20 }; /* see attention_quant.h */
 #define FD_QUANT_TINY 1e-35f /* values of this size are zero: their scale has no finite inverse */
 
@@ -166,16 +167,6 @@ static size_t fd_row_bytes(int dtype, size_t dim) {
     if (dtype == FD_INT8) return FD_INT8_SCALE_BYTES + dim;
     if (dtype == FD_INT4) return (dim + 31) / 32 * 4 + (dim + 15) / 16 * 8;
     return dim * fd_dtype_bytes[dtype];
-}
-
-/* Bytes that n elements take in the middle of a row: how fast prefetching must go. */
-static inline __attribute__((always_inline)) size_t fd_stream_bytes(int dtype, size_t n) {
-    switch (dtype) {
-        case FD_FP32: return 4 * n;
-        case FD_INT8: return n;
-        case FD_INT4: return n * FD_INT4_GROUP_BYTES / 32;
-        default: return 2 * n;
-    }
 }
 
 /* Makes room for `need` items of `item` bytes, at least doubling; 0 when there is no memory. */

@@ -44,8 +44,8 @@ FD_INLINE void ISA(unpack_int4)(float *dst, const char *rows, size_t row_bytes, 
                     const vi bytes = ISA(load_bytes)(p + 4 + j);
                     const vf low = __builtin_convertvector(bytes & 15, vf);
                     const vf high = __builtin_convertvector(bytes >> 4, vf);
-                    ISA(store)(dst + j, low * scale + minimum); /* exact product: as good as fused */
-                    ISA(store)(dst + 8 + j, high * scale + minimum);
+                    ISA(store)(dst + j, ISA(fma)(low, scale, minimum)); /* the product is exact, fused or not */
+                    ISA(store)(dst + 8 + j, ISA(fma)(high, scale, minimum));
                 }
         }
         if (n % 16) dst -= 8;

@@ -1,0 +1,173 @@
+/* The inner loops of attention_kernel.h: H query vectors against T tokens' K rows, or over NV vectors of V rows.
+ *
+ * Every case is a function of its own, kept from inlining: accumulators, one operand and the pointers just fit 16
+ * registers, and together with anything else they would not (measured: half the speed). The products wanted per
+ * loaded vector decide the shapes: 12 accumulators hide the latency of fma, 8 do nearly. */
+
+/* Fetches the memory that is to be read next, in step with the arithmetic on what is there: a burst would fill the
+ * miss buffers and stall the loads behind it. Offsets and the pace are in 1/256 bytes. */
+#define FD_UNROLL _Pragma("GCC unroll 8") /* before the arrays of vectors are split into registers */
+
+typedef struct {
+    const char *base;
+    uint64_t at, stop, pace;
+} ISA(stream);
+
+FD_INLINE ISA(stream) ISA(stream_of)(const char *base, size_t nbytes, int64_t steps) {
+    return (ISA(stream)){base, 0, 0, nbytes * 256 / (uint64_t)fd_max(1, steps)};
+}
+
+FD_INLINE void ISA(advance)(ISA(stream) *s) {
+    for (s->stop += s->pace; s->at < s->stop; s->at += 64 << 8) __builtin_prefetch(s->base + (s->at >> 8));
+}
+
+/* Tokens of a tile by its number of query vectors. */
+FD_INLINE int ISA(tile_tokens)(int H) { return H == 1 ? 8 : H == 4 ? 3 : 4; }
+/* Vectors of V that a pass over the tokens adds up. */
+FD_INLINE int ISA(tile_width)(int H) { return H == 1 ? 8 : H == 4 ? 2 : 4; }
+
+/* Scale of an int8 row. */
+FD_INLINE float ISA(scale)(const char *row) {
+    float scale;
+    memcpy(&scale, row, sizeof scale);
+    return scale;
+}
+
+FD_INLINE void ISA(dot_step)(const int H, const int T, const int dtype, vf a[4][8], const float *q, const int dim,
+                             const char *k, const size_t row, const int i) {
+    if (H > T) {
+        vf x[8];
+        FD_UNROLL
+        for (int t = 0; t < T; t++) x[t] = ISA(load_as)(k + t * row, i, dtype);
+        FD_UNROLL
+        for (int h = 0; h < H; h++) {
+            const vf y = ISA(load)(q + h * dim + i);
+            FD_UNROLL
+            for (int t = 0; t < T; t++) a[h][t] = ISA(fma)(x[t], y, a[h][t]);
+        }
+    } else {
+        vf y[4];
+        FD_UNROLL
+        for (int h = 0; h < H; h++) y[h] = ISA(load)(q + h * dim + i);
+        FD_UNROLL
+        for (int t = 0; t < T; t++) {
+            const vf x = ISA(load_as)(k + t * row, i, dtype);
+            FD_UNROLL
+            for (int h = 0; h < H; h++) a[h][t] = ISA(fma)(x, y[h], a[h][t]);
+        }
+    }
+}
+
+/* Scores of H vectors against tokens [from, to) of `rows` that lie at k; a tile that would leave them is moved back,
+ * since the bits of a score do not depend on its tile. A tile may write scores on either side of [from, to). */
+FD_INLINE void ISA(dot)(const int H, const int T, const int dtype, const float *q, const int dim, const char *k,
+                        const size_t row, int from, const int to, const int rows, ISA(stream) *stream, float *scores) {
+    ISA(stream) s = *stream;
+    for (int t = from; t < to; t += T) {
+        if (t + T > rows) t = rows - T;
+        const char *kt = k + t * row;
+        vf a[4][8];
+        FD_UNROLL
+        for (int h = 0; h < H; h++)
+            FD_UNROLL
+            for (int j = 0; j < T; j++) a[h][j] = ISA(splat)(0.0f);
+        int i = 0;
+        for (; i + FD_CHUNK <= dim; i += FD_CHUNK) {
+            ISA(advance)(&s);
+            FD_UNROLL
+            for (int j = 0; j < FD_CHUNK; j += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i + j);
+        }
+        for (; i < dim; i += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i);
+        FD_UNROLL
+        for (int j = 0; j < T; j += 4) {
+            v4f scales = {1.0f};
+            if (dtype == FD_INT8) {
+                const char *kj = kt + j * row;
+                scales = (v4f){ISA(scale)(kj), ISA(scale)(kj + row), ISA(scale)(kj + 2 * row),
+                               ISA(scale)(kj + (T > 3 ? 3 : 2) * row)};
+            }
+            FD_UNROLL
+            for (int h = 0; h < H; h++) {
+                v4f r = ISA(sums)(a[h][j], a[h][j + 1], a[h][j + 2], a[h][T > 3 ? j + 3 : j + 2]);
+                if (dtype == FD_INT8) r *= scales;
+                memcpy(scores + h * FD_SCORES + t + j, &r, sizeof r);
+            }
+        }
+    }
+    *stream = s;
+}
+
+/* Adds weights * V of tokens [from, to) to NV vectors, from dimension d on, of H accumulators. */
+FD_INLINE void ISA(add_slice)(const int H, const int NV, const int dtype, const float *weights, const char *v,
+                              const size_t row, const int from, const int to, ISA(stream) *stream, float *acc,
+                              const int dim, const int d) {
+    ISA(stream) s = *stream;
+    vf a[4][8];
+    FD_UNROLL
+    for (int h = 0; h < H; h++)
+        FD_UNROLL
+        for (int j = 0; j < NV; j++) a[h][j] = ISA(load)(acc + h * dim + d + j * VL);
+    const char *vt = v + from * row;
+    for (int t = from; t < to; t++, vt += row) {
+        ISA(advance)(&s);
+        if (H > NV) {
+            vf x[8];
+            FD_UNROLL
+            for (int j = 0; j < NV; j++) x[j] = ISA(load_as)(vt, d + j * VL, dtype);
+            FD_UNROLL
+            for (int h = 0; h < H; h++) {
+                const vf w = ISA(splat)(weights[h * FD_SCORES + t]);
+                FD_UNROLL
+                for (int j = 0; j < NV; j++) a[h][j] = ISA(fma)(w, x[j], a[h][j]);
+            }
+        } else {
+            vf w[4];
+            FD_UNROLL
+            for (int h = 0; h < H; h++) w[h] = ISA(splat)(weights[h * FD_SCORES + t]);
+            FD_UNROLL
+            for (int j = 0; j < NV; j++) {
+                const vf x = ISA(load_as)(vt, d + j * VL, dtype);
+                FD_UNROLL
+                for (int h = 0; h < H; h++) a[h][j] = ISA(fma)(w[h], x, a[h][j]);
+            }
+        }
+    }
+    FD_UNROLL
+    for (int h = 0; h < H; h++)
+        FD_UNROLL
+        for (int j = 0; j < NV; j++) ISA(store)(acc + h * dim + d + j * VL, a[h][j]);
+    *stream = s;
+}
+
+typedef void (*ISA(dot_fn))(const float *q, int dim, const char *k, size_t row, int from, int to, int rows,
+                            ISA(stream) *stream, float *scores);
+typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int from, int to, ISA(stream) *stream,
+                            float *acc, int dim);
+
+#define FD_TILE(H, T, NV, DTYPE)                                                                                   \
+    static __attribute__((noinline)) void ISA(dot_##H##_##DTYPE)(const float *q, int dim, const char *k, size_t row, \
+                                                                 int from, int to, int rows, ISA(stream) *stream,  \
+                                                                 float *scores) {                                  \
+        ISA(dot)(H, T, FD_##DTYPE, q, dim, k, row, from, to, rows, stream, scores);                                \
+    }                                                                                                              \
+    static __attribute__((noinline)) void ISA(add_##H##_##DTYPE)(const float *weights, const char *v, size_t row,  \
+                                                                 int from, int to, ISA(stream) *stream, float *acc, \
+                                                                 int dim) {                                        \
+        int d = 0;                                                                                                 \
+        for (; d + NV * VL <= dim; d += NV * VL)                                                                   \
+            ISA(add_slice)(H, NV, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                     \
+        for (; d < dim; d += VL) ISA(add_slice)(H, 1, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d); \
+    }
+#define FD_TILES(DTYPE) FD_TILE(1, 8, 8, DTYPE) FD_TILE(2, 4, 4, DTYPE) FD_TILE(3, 4, 4, DTYPE) FD_TILE(4, 3, 2, DTYPE)
+FD_TILES(FP32)
+FD_TILES(FP16)
+FD_TILES(BF16)
+FD_TILES(INT8)
+#undef FD_TILES
+#undef FD_TILE
+
+#define FD_ROW(KIND, DTYPE) {ISA(KIND##_1_##DTYPE), ISA(KIND##_2_##DTYPE), ISA(KIND##_3_##DTYPE), ISA(KIND##_4_##DTYPE)}
+/* by dtype as the tiles see it, where int4 has been unpacked to fp32, and by H - 1 */
+static const ISA(dot_fn) ISA(dots)[4][4] = {FD_ROW(dot, FP32), FD_ROW(dot, FP16), FD_ROW(dot, BF16), FD_ROW(dot, INT8)};
+static const ISA(add_fn) ISA(adds)[4][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16), FD_ROW(add, INT8)};
+#undef FD_ROW
