@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastdecode_rdma import Generator, SamplingParams
+from fastdecode_rdma.engine import setup
+from fastdecode_rdma.tokenizer import Tokenizer
 
 RELATIVE_EPSILON = 1e-5
 """Epsilon of contract (a), fp32 compute and fp32 KV, as a part of the largest logit.
@@ -55,8 +58,21 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracles() -> dict[Path, Oracle]:
-    return {}
+def oracle_of() -> Callable[[Path], Oracle]:
+    return cache(Oracle)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    """One generator at a time is open here: those of a model and mode share weights and tokenizer.
+
+    Reading them would take longer than the decoding that is looked at.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "CpuOps", cache(setup.CpuOps))
+        patch.setattr(setup, "load_model", cache(setup.load_model))
+        patch.setattr(Tokenizer, "from_directory", cache(Tokenizer.from_directory))
+        yield
 
 
 def check_against(oracle: Oracle, outputs: list) -> None:
@@ -81,7 +97,7 @@ def test_64_greedy_ids_of_8_prompts_are_transformers_own(
     num_workers: int,
     request: pytest.FixtureRequest,
     start_workers: Callable[..., list],
-    oracles: dict[Path, Oracle],
+    oracle_of: Callable[[Path], Oracle],
 ) -> None:
     path = request.getfixturevalue(model)
     addresses = [w.address for w in start_workers(num_workers)] if num_workers else None
@@ -91,8 +107,7 @@ def test_64_greedy_ids_of_8_prompts_are_transformers_own(
     ) as gen:
         outputs = gen.complete(PROMPTS, params)
     assert all(len(output.outputs[0].token_ids) == NUM_TOKENS for output in outputs)
-    oracle = oracles.setdefault(path, Oracle(path))
-    check_against(oracle, outputs)
+    check_against(oracle_of(path), outputs)
 
 
 def ids_and_logprobs(outputs: list) -> list[tuple[list[int], list[float]]]:

@@ -19,7 +19,7 @@ from fastdecode_rdma import (
     SamplingParams,
 )
 
-SECONDS = 30.0
+SECONDS = 12.0
 NUM_THREADS = 50
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
 
