@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,11 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+compiled = cache(ChatTemplate)
+
+
 def render(template: str, messages: Any = None, **options: Any) -> str:
-    return ChatTemplate(template).render(Chat(messages or [USER], **options), SPECIAL)
+    return compiled(template).render(Chat(messages or [USER], **options), SPECIAL)
 
 
 @pytest.mark.parametrize("tools", [None, [TOOL], [TOOL, TOOL]], ids=["", "tool", "tools"])

@@ -29,7 +29,7 @@ def receive(sock, count):
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
 def test_uploads_stop_at_the_slots_and_go_on_with_credits(make_rig, epoch, slots):
-    rig = make_rig(timeout_s=0.3)
+    rig = make_rig(timeout_s=0.1)
     theirs = rig.add_raw(bulk_slots=slots)
     rig.begin_upload(1, 10_000)
     k = np.zeros((1, 32), np.float32)
@@ -47,7 +47,7 @@ def test_uploads_stop_at_the_slots_and_go_on_with_credits(make_rig, epoch, slots
 
 
 def test_bulk_without_credit_does_not_hold_up_attention(make_rig, epoch):
-    rig = make_rig(timeout_s=0.3)
+    rig = make_rig(timeout_s=0.1)
     theirs = rig.add_raw(bulk_slots=1)
     rig.begin_upload(1, 100)
     k = np.zeros((1, 32), np.float32)
