@@ -1,6 +1,7 @@
-"""Perplexity of a model by KV-cache dtype, through the decode path of an embedded worker.
+"""Perplexity of a model by KV-cache dtype and by weights, decoded with an embedded worker.
 
     python bench/kv_quality.py --model DIR [--text FILE ...] [--tokens 50000] [--dtypes fp32,int8]
+                               [--quantization none,int8]
 
 The text is cut into windows; in each, every token but the first is scored with all before it in
 the cache, rounded to the KV dtype (also the keys and values of its own step). Without --text, two
@@ -75,10 +76,11 @@ def fetch_books() -> list[str]:
 
 
 class Scorer:
-    """Negative log-likelihoods of token windows under one KV dtype."""
+    """Negative log-likelihoods of token windows under one KV dtype and kind of weights."""
 
-    def __init__(self, path: Path, kv_dtype: str, window: int) -> None:
-        self.model = load_model(path, CpuOps(deterministic=True), max_model_len=window)
+    def __init__(self, path: Path, kv_dtype: str, window: int, quantization: str | None) -> None:
+        ops = CpuOps(deterministic=True, quantization=quantization)
+        self.model = load_model(path, ops, max_model_len=window)
         config = self.model.config
         rows = WINDOWS_AT_ONCE * MAX_ROWS_PER_SEQUENCE
         geometry = AttentionGeometry(
@@ -130,6 +132,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=50_000, help="tokens at least (50000)")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window (1024)")
     parser.add_argument("--dtypes", default=",".join(KV_ROW_BYTES), help="KV dtypes")
+    parser.add_argument(
+        "--quantization", default="none", help="of weights: none, int8, comma-separated (none)"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     texts = [path.read_text() for path in args.text] if args.text else fetch_books()
@@ -145,7 +150,10 @@ def main() -> int:
     scored = count * (args.window - 1)
     figures: dict[str, float] = {}
     scorers = {
-        name: Scorer(args.model, name, args.window)
+        name if kind is None else f"{name}, {kind} weights": Scorer(
+            args.model, name, args.window, kind
+        )
+        for kind in (None if kind == "none" else kind for kind in args.quantization.split(","))
         for name in map(kv_dtype_name, args.dtypes.split(","))
     }
     sums = dict.fromkeys(scorers, 0.0)
@@ -161,10 +169,10 @@ def main() -> int:
         figures[name] = math.exp(sums[name] / scored)
     head_dim = scorers[next(iter(scorers))].model.config.head_dim
     base = figures.get("fp32", next(iter(figures.values())))
-    print(f"\n{'KV dtype':<9} {'bytes/value':>11} {'perplexity':>10} {'difference':>10}")
+    print(f"\n{'KV dtype':<18} {'bytes/value':>11} {'perplexity':>10} {'difference':>10}")
     for name, value in figures.items():
-        size = KV_ROW_BYTES[name](head_dim) / head_dim
-        print(f"{name:<9} {size:>11.3f} {value:>10.4f} {value / base - 1:>+10.3%}")
+        size = KV_ROW_BYTES[name.partition(",")[0]](head_dim) / head_dim
+        print(f"{name:<18} {size:>11.3f} {value:>10.4f} {value / base - 1:>+10.3%}")
     print(f"{scored} tokens, windows of {args.window}; load average {os.getloadavg()[0]:.2f}")
     if args.json:
         args.json.write_text(json.dumps({"tokens": scored, "perplexity": figures}, indent=1))

@@ -15,7 +15,9 @@ cdef extern from "dense.h" nogil:
                     int64_t n, int64_t k, const float *bias, float *out, int64_t out_stride,
                     int accumulate, int num_threads)
     void dense_rows(int op, const void *job, int64_t m, int64_t width, int num_threads)
-    void dense_pack(const void *weight, int64_t count, int64_t k, int64_t n0, int weight_type, void *packed)
+    int64_t dense_block_at(int weight_type, int64_t k)
+    void dense_pack(const void *weight, int row_type, int64_t count, int64_t k, int64_t n0, int weight_type,
+                    void *packed)
     int64_t dense_gather(const void *packed, int weight_type, int64_t n, int64_t k, const int64_t *ids,
                          int64_t count, float *out)
     int DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT, DENSE_OP_SOFTCAP, DENSE_SOFTCAP_BLOCK
@@ -68,7 +70,7 @@ cdef extern from "dense.h" nogil:
         float cap
 
 
-FP32, BF16 = 0, 1
+FP32, BF16, INT8 = 0, 1, 2
 SILU, GELU_TANH, RELU = 0, 1, 2
 ISA_NAMES = tuple(dense_isas[i].decode() for i in range(DENSE_NUM_ISAS))  # of this build
 
@@ -93,10 +95,15 @@ def set_isa(int isa):
     return True
 
 
-def pack(uintptr_t weight, int64_t count, int64_t k, int64_t n0, int weight_type, uintptr_t packed):
-    """Packs `count` rows of a [N, K] weight (fp32, or bf16 bits) that start at row n0."""
+def panel_bytes(int weight_type, int64_t k):
+    """Bytes of a panel of 16 columns [K, 16] of that type."""
+    return dense_block_at(weight_type, k)
+
+
+def pack(uintptr_t weight, int row_type, int64_t count, int64_t k, int64_t n0, int weight_type, uintptr_t packed):
+    """Packs `count` rows of a [N, K] weight (fp32, or bf16 bits) that start at row n0, as their own type or INT8."""
     with nogil:
-        dense_pack(<const void *>weight, count, k, n0, weight_type, <void *>packed)
+        dense_pack(<const void *>weight, row_type, count, k, n0, weight_type, <void *>packed)
 
 
 def gather(uintptr_t packed, int weight_type, int64_t n, int64_t k, uintptr_t ids, int64_t count, uintptr_t out):

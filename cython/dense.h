@@ -1,12 +1,14 @@
 /* CPU GEMM over packed weights and the small row operations between two GEMMs of a decoder layer.
  *
- * Packed weights: panels of 16 output columns, [ceil(N/16)][K][16], fp32 or bf16, zero-padded. A decode
+ * Packed weights: panels of 16 output columns, [ceil(N/16)][K][16], fp32, bf16 or int8, zero-padded. A decode
  * step is a skinny GEMM: the weights are read once from memory, in order, and the activations stay in
- * cache. bf16 weights are widened to fp32 in registers: exact, and half the bytes.
+ * cache. Weights are widened to fp32 in registers: exact. int8 weights have a scale per column and block of
+ * DENSE_KC k, in the same stream, behind the block's lines: [block]{[kc][16] int8, [16] fp32}.
  */
 #ifndef FASTDECODE_DENSE_H
 #define FASTDECODE_DENSE_H
 
+#include <float.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -20,14 +22,20 @@
 #include <immintrin.h>
 #endif
 
-#define DENSE_MR 6       /* 6 x 16 accumulators + 2 weight vectors + 1 broadcast fill 15 of 16 registers */
+#define DENSE_PANEL 16    /* columns that are stored together */
 #define DENSE_KC 256     /* 16 x 256 x 4 B = 16 KiB: half an L1 cache */
 #define DENSE_GROUP 8    /* panels that share a pass over the activations: 64 KiB of sums */
 #define DENSE_L2_FLOATS (48 << 10)
-#define DENSE_FETCH_ROWS 4 /* with fewer rows the loads themselves keep memory busy */
 #define DENSE_MBLOCK 128 /* rows per pass: their accumulators (8 KiB) and activations stay in L1 and L2 */
 
-enum { DENSE_FP32 = 0, DENSE_BF16 = 1 };
+#define DENSE_SKINNY 16  /* rows up to which memory decides, not arithmetic */
+#define DENSE_MAX_NP 4   /* panels of a tile: one row and one panel would be one stream and too few sums in flight */
+#define DENSE_AHEAD 2048 /* bytes ahead in each stream that lines are fetched */
+#define DENSE_STRETCH 4096 /* bytes of a panel that tiles read in turn: with as many fetched, a quarter of an L1 */
+#define DENSE_SCALES (4 * DENSE_PANEL) /* bytes behind a block of int8 lines */
+
+enum { DENSE_FP32 = 0, DENSE_BF16 = 1, DENSE_INT8 = 2 };
+#define DENSE_LINE(type) ((type) == DENSE_FP32 ? 64 : (type) == DENSE_BF16 ? 32 : 16) /* bytes of a k of a panel */
 enum { DENSE_SILU = 0, DENSE_GELU_TANH = 1, DENSE_RELU = 2 };
 enum { DENSE_OP_NORM, DENSE_OP_QKV, DENSE_OP_ACT, DENSE_OP_SOFTCAP };
 #define DENSE_SOFTCAP_BLOCK 2048 /* a vocabulary's row is many blocks: threads share it */
@@ -45,9 +53,21 @@ typedef struct {
     float *out;
     int64_t m, n, k, x_stride, out_stride;
     int weight_type, accumulate;
-    int64_t num_panels, panels_per_piece, pieces_per_block, num_blocks, num_pieces;
+    int blocked; /* few rows, and x is [block of DENSE_KC k][row][DENSE_KC] */
+    int64_t panel_bytes, num_panels, panels_per_piece, pieces_per_block, num_blocks, num_pieces;
     _Atomic int64_t next;
 } dense_gemm_job;
+
+/* What a tile is given: its rows of x and its streams of weights from some k on. */
+typedef struct {
+    const float *x;
+    const char *w;             /* the first of its panels, panel_bytes apart */
+    int64_t x_stride, panel_bytes, kc;
+    float *sums;               /* [panels][DENSE_SKINNY][16], in and out */
+    const char *near, *far;    /* fetched meanwhile: from near on for the first `split` k, then from far on */
+    int64_t split;
+    int first_line, last_line; /* with one panel, which of the lines of every four k: tiles share the work */
+} dense_piece;
 
 typedef struct {
     float *x;
@@ -149,23 +169,55 @@ static dense_attend_item dense_attend_item_of(const dense_attend_job *job, int64
     return item;
 }
 
+/* Bytes of a panel before k, a multiple of DENSE_KC or the panel's end. */
+static inline int64_t dense_block_at(int type, int64_t k)
+{
+    return k * DENSE_LINE(type) + (type == DENSE_INT8 ? (k + DENSE_KC - 1) / DENSE_KC * DENSE_SCALES : 0);
+}
+
+#define DENSE_INLINE static inline __attribute__((always_inline))
+
+#include "dense_pack.h"
+
 /* a * b + c; compiled without contraction, so that this is what every tile size does */
 #define DENSE(name) base_##name
+#define DENSE_VL 4
+#define DENSE_MR 3
+#define DENSE_WIDTHS {1, 1, 1}
 #define DENSE_MADD(a, b, c) ((a) * (b) + (c))
+#include "dense_tile.h"
+#include "dense_gemm.h"
 #include "dense_body.h"
 #include "dense_attend.h"
 #undef DENSE
+#undef DENSE_VL
+#undef DENSE_MR
+#undef DENSE_WIDTHS
 #undef DENSE_MADD
+#undef DENSE_VECS
+#undef DENSE_CASE
+#undef DENSE_TILES
 
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define DENSE(name) avx2_##name
+#define DENSE_VL 8
+#define DENSE_MR 6 /* 6 x 16 sums + 2 weight vectors + 1 broadcast fill 15 of 16 registers */
+#define DENSE_WIDTHS {4, 2, 2, 1, 1, 1}
 #define DENSE_MADD(a, b, c) ((v8f)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#include "dense_tile.h"
+#include "dense_gemm.h"
 #include "dense_body.h"
 #include "dense_attend.h"
 #undef DENSE
+#undef DENSE_VL
+#undef DENSE_MR
+#undef DENSE_WIDTHS
 #undef DENSE_MADD
+#undef DENSE_VECS
+#undef DENSE_CASE
+#undef DENSE_TILES
 #pragma GCC pop_options
 #endif
 
@@ -184,6 +236,27 @@ static int dense_isa_supported(int isa)
     return isa >= 0 && isa < DENSE_NUM_ISAS && isa_cpu_has(dense_isas[isa]);
 }
 
+/* x [m, k] as [block of DENSE_KC k][row][DENSE_KC], in memory of this thread that its next call reuses: rows of 16 KiB
+ * would otherwise share a few lines of the L1 cache. NULL without memory. */
+static const float *dense_blocked(const float *x, int64_t x_stride, int64_t m, int64_t k)
+{
+    static _Thread_local float *kept = NULL;
+    static _Thread_local int64_t kept_floats = 0;
+    const int64_t count = (k + DENSE_KC - 1) / DENSE_KC * DENSE_KC * m;
+    if (m == 1) return x; /* it is that already */
+    if (kept_floats < count) {
+        free(kept);
+        kept = (float *)aligned_alloc(64, count * sizeof(float));
+        kept_floats = kept ? count : 0;
+        if (!kept) return NULL;
+    }
+    float *to = kept;
+    for (int64_t k0 = 0; k0 < k; k0 += DENSE_KC)
+        for (int64_t r = 0; r < m; r++, to += DENSE_KC)
+            memcpy(to, x + r * x_stride + k0, (k - k0 < DENSE_KC ? k - k0 : DENSE_KC) * sizeof(float));
+    return kept;
+}
+
 static void dense_gemm(const float *x, int64_t x_stride, int64_t m, const void *packed, int weight_type, int64_t n,
                        int64_t k, const float *bias, float *out, int64_t out_stride, int accumulate, int num_threads)
 {
@@ -191,10 +264,14 @@ static void dense_gemm(const float *x, int64_t x_stride, int64_t m, const void *
                           .x_stride = x_stride, .out_stride = out_stride, .weight_type = weight_type,
                           .accumulate = accumulate};
     if (m <= 0) return;
+    if (m <= DENSE_SKINNY && (job.x = dense_blocked(x, x_stride, m, k))) job.blocked = 1;
+    else job.x = x;
+    job.panel_bytes = dense_block_at(weight_type, k);
     job.num_panels = (n + 15) / 16;
     job.num_blocks = (m + DENSE_MBLOCK - 1) / DENSE_MBLOCK;
     /* About eight pieces a thread: a core that is taken away for a while costs an eighth, not a half. */
     int64_t pieces = job.num_panels < 8 * num_threads ? job.num_panels : 8 * num_threads;
+    if (num_threads == 1) pieces = 1;
     job.panels_per_piece = (job.num_panels + pieces - 1) / pieces;
     job.pieces_per_block = (job.num_panels + job.panels_per_piece - 1) / job.panels_per_piece;
     job.num_pieces = job.pieces_per_block * job.num_blocks;
@@ -235,45 +312,6 @@ static int dense_attend(dense_attend_job *job, int num_threads)
     if (job->num_rows * job->length * job->head_dim * job->num_q_heads < 1 << 17) num_threads = 1;
     team_run(num_threads, body, job);
     return atomic_load(&job->done) == job->num_items ? 0 : -1;
-}
-
-/* Packs rows n0 .. n0+count of a [N, K] row-major weight into its panels. */
-static void dense_pack(const void *weight, int64_t count, int64_t k, int64_t n0, int weight_type, void *packed)
-{
-    for (int64_t r = 0; r < count; r++) {
-        int64_t n = n0 + r, panel = n / 16, j = n % 16;
-        if (weight_type == DENSE_BF16) {
-            int64_t lane = j < 8 ? 2 * j : 2 * (j - 8) + 1;
-            uint16_t *to = (uint16_t *)packed + panel * 16 * k + lane;
-            const uint16_t *from = (const uint16_t *)weight + r * k;
-            for (int64_t i = 0; i < k; i++) to[16 * i] = from[i];
-        } else {
-            float *to = (float *)packed + panel * 16 * k + j;
-            const float *from = (const float *)weight + r * k;
-            for (int64_t i = 0; i < k; i++) to[16 * i] = from[i];
-        }
-    }
-}
-
-/* Gathers whole rows of a packed matrix: the embedding of a tied head. Returns the index of a bad id, or -1. */
-static int64_t dense_gather(const void *packed, int weight_type, int64_t n, int64_t k, const int64_t *ids,
-                            int64_t count, float *out)
-{
-    for (int64_t r = 0; r < count; r++) {
-        if (ids[r] < 0 || ids[r] >= n) return r;
-        int64_t panel = ids[r] / 16, j = ids[r] % 16;
-        if (weight_type == DENSE_BF16) {
-            const uint16_t *from = (const uint16_t *)packed + panel * 16 * k + (j < 8 ? 2 * j : 2 * (j - 8) + 1);
-            for (int64_t i = 0; i < k; i++) {
-                uint32_t bits = (uint32_t)from[16 * i] << 16;
-                memcpy(out + r * k + i, &bits, 4);
-            }
-        } else {
-            const float *from = (const float *)packed + panel * 16 * k + j;
-            for (int64_t i = 0; i < k; i++) out[r * k + i] = from[16 * i];
-        }
-    }
-    return -1;
 }
 
 #endif

@@ -26,18 +26,6 @@ static void DENSE(attend_pack)(const dense_attend_job *job, int64_t kv_head, int
     }
 }
 
-/* x [rows][k] times a packed panel [k][16], into acc [rows][16]: added to it unless `first`. */
-static void DENSE(attend_panel)(const float *x, int64_t x_stride, int64_t rows, const float *panel, int64_t k,
-                                float *acc, int first)
-{
-    int64_t num_tiles = (rows + DENSE_MR - 1) / DENSE_MR;
-    for (int64_t t = 0; t < num_tiles; t++) {
-        int64_t low = rows * t / num_tiles, high = rows * (t + 1) / num_tiles;
-        DENSE(any_tile)((int)(high - low), DENSE_FP32, x + low * x_stride, x_stride, panel, k, acc + 16 * low, first,
-                        NULL);
-    }
-}
-
 /* Scores of one row -> weights, in place; keys low .. high-1 of the block are seen, the rest weigh 0. The block's
  * first key lies `ahead` of the query. Moves the row's maximum and sum; returns what the output so far must be
  * multiplied by. */
@@ -82,7 +70,8 @@ static void DENSE(attend_block)(const dense_attend_job *job, const dense_attend_
     int64_t count = item->last_key + 1 - j0 < ATTEND_KEYS ? item->last_key + 1 - j0 : ATTEND_KEYS;
     DENSE(attend_pack)(job, item->kv_head, j0, count, scratch->keys, scratch->values);
     for (int64_t p = 0; p < ATTEND_KEYS / 16; p++) {
-        DENSE(attend_panel)(scratch->queries, d, rows, scratch->keys + p * 16 * d, d, scratch->panel, 1);
+        DENSE(block_panel)(DENSE_FP32, scratch->queries, d, rows, (const char *)(scratch->keys + p * 16 * d), d, NULL,
+                           scratch->panel, 1, NULL);
         for (int64_t r = 0; r < rows; r++)
             memcpy(scratch->scores + r * ATTEND_KEYS + 16 * p, scratch->panel + 16 * r, 16 * sizeof(float));
     }
@@ -103,8 +92,9 @@ static void DENSE(attend_block)(const dense_attend_job *job, const dense_attend_
                 for (int64_t i = 0; i < 16; i++) scratch->out[(p * ATTEND_ROWS + r) * 16 + i] *= shrink;
     }
     for (int64_t p = 0; p < panels; p++)
-        DENSE(attend_panel)(scratch->scores, ATTEND_KEYS, rows, scratch->values + p * ATTEND_KEYS * 16, ATTEND_KEYS,
-                            scratch->out + p * ATTEND_ROWS * 16, 0);
+        DENSE(block_panel)(DENSE_FP32, scratch->scores, ATTEND_KEYS, rows,
+                           (const char *)(scratch->values + p * ATTEND_KEYS * 16), ATTEND_KEYS, NULL,
+                           scratch->out + p * ATTEND_ROWS * 16, 0, NULL);
 }
 
 /* What a row's output is to be multiplied by; its sink joins the sum as one more weight, without a value. */

@@ -28,6 +28,9 @@ KV_ROW_BYTES: dict[str, Callable[[int], int]] = {
 }
 """Bytes of one token's K (or V) of one head, by head_dim and KV dtype, scales included."""
 
+QUANTIZATIONS = ("int8",)
+"""How weights may be kept other than in the checkpoint's dtype."""
+
 DTYPE_ALIASES = {
     "float32": "fp32",
     "float": "fp32",
@@ -85,6 +88,18 @@ def kv_dtype_name(name: str) -> str:
         ConfigError: there is no such KV dtype.
     """
     return dtype_name(name, allowed=tuple(KV_ROW_BYTES))
+
+
+def quantization_name(value: object) -> str | None:
+    """Returns how weights are to be kept: None as in the checkpoint, or "int8".
+
+    Raises:
+        ConfigError: there is no such quantization.
+    """
+    if value is None or (isinstance(value, str) and value in QUANTIZATIONS):
+        return value
+    names = ", ".join(map(repr, QUANTIZATIONS))
+    raise ConfigError(f"quantization must be None or one of {names}, got {value!r}")
 
 
 @dataclass(frozen=True)

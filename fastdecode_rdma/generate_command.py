@@ -102,6 +102,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences run at once")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="auto, fp32, fp16, bf16, …")
     parser.add_argument(
+        "--quantization", metavar="NAME", help="int8: weights rounded as they are loaded"
+    )
+    parser.add_argument(
         "--deterministic", action="store_true", help="the same bits in any batch, on any workers"
     )
 
@@ -160,6 +163,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "quantization": args.quantization,
     }
     return {
         "workers": workers,

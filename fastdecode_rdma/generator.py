@@ -78,6 +78,7 @@ class Generator:
         token_file: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
         device: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -98,6 +99,9 @@ class Generator:
         token_file: the file that holds the token shared with `workers`.
         dtype: compute dtype; "auto" or "float32" on a CPU.
         kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16", "bf16", "int8" or "int4".
+        quantization: None, or "int8": weights are rounded as they are loaded, symmetric, with a
+            scale for each output and 256 inputs: half the memory of bf16, and its speed doubled
+            for one sequence.
         device: None or "cpu".
         max_model_len: tokens of prompt and answer; default: what model and workers can hold.
         max_num_seqs: sequences that run at once.
@@ -122,6 +126,7 @@ class Generator:
             token_file=token_file,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            quantization=quantization,
             device=device,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

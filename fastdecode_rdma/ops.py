@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode_rdma.config import KVGroup
+from fastdecode_rdma.config import KVGroup, quantization_name
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.huge_pages import HugePageArena
 from fastdecode_rdma.isa import choose_isa
@@ -80,11 +80,18 @@ class CpuOps:
     Not thread-safe: one engine thread uses one instance.
     """
 
-    def __init__(self, *, num_threads: int | None = None, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        deterministic: bool = False,
+        quantization: str | None = None,
+    ) -> None:
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
         self.deterministic = deterministic
+        self.quantization = quantization_name(quantization)
         self.isa = choose_isa(_dense.cpu_has, built=_dense.ISA_NAMES)
         _dense.set_isa(_dense.ISA_NAMES.index(self.isa))
         self.compute_dtype = torch.float32
@@ -97,34 +104,43 @@ class CpuOps:
     # -- weights
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Takes a weight [N, K] in its checkpoint's dtype (bf16 stays, else fp32), a bias [N]."""
+        """Takes a weight [N, K] in its checkpoint's dtype (bf16 stays, else fp32), a bias [N].
+
+        With quantization the weight is rounded to int8, symmetric, with a scale for each output and
+        256 inputs. Arithmetic is fp32 all the same.
+        """
         num_out, num_in = weight.shape
         if weight.dtype not in (torch.bfloat16, torch.float32):
             weight = weight.float()
         if bias is not None:
             bias = bias.float().contiguous()
-        key = (num_out, num_in, "bf16" if weight.dtype == torch.bfloat16 else "fp32")
+        dtype = self.quantization or ("bf16" if weight.dtype == torch.bfloat16 else "fp32")
+        key = (num_out, num_in, dtype)
         if key not in self.gemm_choices:
             self.gemm_choices[key] = (
                 GemmChoice("packed")
-                if self.deterministic
+                if self.deterministic or self.quantization  # no library has such weights
                 else measure_gemm(*key, num_threads=self.num_threads, isa=self.isa)
             )
         backend = self.gemm_choices[key].backend
-        linear = self._packed(weight) if backend == "packed" else self._row_major(weight, backend)
+        if backend == "packed":
+            linear = self._packed(weight, dtype)
+        else:
+            linear = self._row_major(weight, backend)
         linear.bias, linear.bias_address = bias, _address(bias)
         return linear
 
-    def _packed(self, weight: Tensor) -> Linear:
+    def _packed(self, weight: Tensor, dtype: str) -> Linear:
         num_out, num_in = weight.shape
-        is_bf16 = weight.dtype == torch.bfloat16
-        kind = np.uint16 if is_bf16 else np.float32
-        packed = self._arena.empty(-(-num_out // 16) * 16 * num_in, kind)
+        row_type = _dense.BF16 if weight.dtype == torch.bfloat16 else _dense.FP32
+        weight_type = _dense.INT8 if dtype == "int8" else row_type
+        panel_bytes = _dense.panel_bytes(weight_type, num_in)
+        packed = self._arena.empty(-(-num_out // 16) * panel_bytes, np.uint8)
         if num_out % 16:
-            packed[-16 * num_in :] = 0
-        source = weight.contiguous()
-        _dense.pack(source.data_ptr(), num_out, num_in, 0, int(is_bf16), packed.ctypes.data)
-        return Linear(num_in, num_out, packed, "packed", int(is_bf16), packed.ctypes.data)
+            packed[-panel_bytes:] = 0
+        address, rows = packed.ctypes.data, weight.contiguous()
+        _dense.pack(rows.data_ptr(), row_type, num_out, num_in, 0, weight_type, address)
+        return Linear(num_in, num_out, packed, "packed", weight_type, address)
 
     def _row_major(self, weight: Tensor, backend: str) -> Linear:
         rows = weight.float().contiguous()
@@ -376,7 +392,10 @@ def measure_gemm(
     choice = GemmChoice("packed")
     for backend in ("packed", "torch", "numpy"):
         _await_idle_pools()
-        linear = ops._packed(weight) if backend == "packed" else ops._row_major(weight, backend)
+        if backend == "packed":
+            linear = ops._packed(weight, dtype)
+        else:
+            linear = ops._row_major(weight, backend)
         seconds = choice.seconds[backend] = []
         for num_rows in PROBE_ROWS:
             x, out = torch.ones(num_rows, num_in), torch.empty(num_rows, weight.shape[0])

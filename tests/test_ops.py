@@ -65,6 +65,27 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(ops
             assert torch.equal(other.linear(tail, packed), whole[-rows:]), rows
 
 
+@pytest.mark.parametrize(("num_out", "num_in"), [(16, 8), (150, 33), (70, 512), (250, 1030)])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_few_rows_have_the_bits_that_they_have_among_many(
+    ops: CpuOps, num_out: int, num_in: int, weights: str
+) -> None:
+    """Tiles of all shapes: any number of rows, one to four panels, blocks of k and their ends."""
+    torch.manual_seed(num_in)
+    weight, x = torch.randn(num_out, num_in), torch.randn(40, num_in)
+    quantization = "int8" if weights == "int8" else None
+    others = [
+        CpuOps(num_threads=threads, deterministic=True, quantization=quantization)
+        for threads in (1, 2)
+    ]
+    packed = others[0].pack(weight.bfloat16() if weights == "bf16" else weight)
+    whole = ops.linear(x, packed).clone()
+    for other, rows in itertools.product(others, range(1, 18)):
+        for first in (0, 40 - rows):
+            part = x[first : first + rows].contiguous()
+            assert torch.equal(other.linear(part, packed), whole[first : first + rows]), rows
+
+
 def test_bf16_weights_give_the_bits_of_the_same_weights_in_fp32(ops: CpuOps) -> None:
     torch.manual_seed(2)
     weight, x = torch.randn(65, 90).bfloat16(), torch.randn(9, 90)

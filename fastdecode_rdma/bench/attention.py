@@ -197,7 +197,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="draw the roofline into this file (matplotlib)")
 
 
-def _numbers(text: str, flag: str) -> list[int]:
+def numbers_of(text: str, flag: str) -> list[int]:
+    """Returns the positive integers of an option, comma-separated.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -221,7 +226,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     for isa in isas:
         select_isa(isa)
     numbers = [
-        _numbers(getattr(args, flag.replace("-", "_")), f"--{flag}")
+        numbers_of(getattr(args, flag.replace("-", "_")), f"--{flag}")
         for flag in ("batch", "length", "group", "kv-heads", "head-dim", "threads")
     ]
     if args.repeats < 1:

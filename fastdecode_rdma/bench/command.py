@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-BENCHMARKS = {"attention": "the decode attention kernel beside memory, arithmetic and torch"}
+BENCHMARKS = {
+    "attention": "the decode attention kernel beside memory, arithmetic and torch",
+    "gemm": "the dense side's skinny GEMM beside memory, torch and numpy",
+}
 """Name -> help; fastdecode_rdma/bench/NAME.py has add_arguments(parser) and run(args)."""
 
 

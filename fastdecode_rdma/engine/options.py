@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from fastdecode_rdma.config import dtype_name, kv_dtype_name
+from fastdecode_rdma.config import dtype_name, kv_dtype_name, quantization_name
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.param_checks import eos_ids, explain_unknown, is_integer
 
@@ -30,7 +30,7 @@ RENAMED = {
 """Names of other libraries, and ours."""
 
 _WORKERS_DO = "attention runs in workers: see `fastdecode worker --help`, and workers="
-_NO_QUANTIZATION = "checkpoints are used in float32, float16 or bfloat16; see kv_cache_dtype, too"
+_QUANTIZATION = "quantization='int8' rounds the weights as they are loaded; see kv_cache_dtype, too"
 _NO_CODE = "no code of a checkpoint is ever run; leave it out"
 _LOCAL = "models are local directories; leave it out"
 ABSENT = {
@@ -45,10 +45,9 @@ ABSENT = {
     "distributed_executor_backend": _WORKERS_DO,
     "attn_implementation": _WORKERS_DO,
     "trust_remote_code": _NO_CODE,
-    "quantization": _NO_QUANTIZATION,
-    "quantization_config": _NO_QUANTIZATION,
-    "load_in_4bit": _NO_QUANTIZATION,
-    "load_in_8bit": _NO_QUANTIZATION,
+    "quantization_config": _QUANTIZATION,
+    "load_in_4bit": _QUANTIZATION,
+    "load_in_8bit": _QUANTIZATION,
     "revision": _LOCAL,
     "cache_dir": _LOCAL,
     "local_files_only": _LOCAL,
@@ -77,6 +76,7 @@ class GeneratorOptions:
     token_file: str | os.PathLike[str] | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -130,6 +130,7 @@ class GeneratorOptions:
             )
         if self.kv_cache_dtype != "auto":
             kv_dtype_name(self.kv_cache_dtype)
+        quantization_name(self.quantization)
         object.__setattr__(self, "eos_token_id", _eos_ids(self.eos_token_id))
 
     @classmethod

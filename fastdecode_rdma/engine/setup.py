@@ -103,7 +103,7 @@ def build_engine(
     links = _open_workers(options, geometry)
     backend = AttentionBackend(links, geometry, timeout_s=options.timeout_s)
     try:
-        ops = CpuOps(deterministic=options.deterministic)
+        ops = CpuOps(deterministic=options.deterministic, quantization=options.quantization)
         model = load_model(directory, ops, max_model_len=max_model_len)
         engine, notes = _assemble(model, backend, options, tokenizer, eos_token_ids)
     except BaseException:

@@ -18,6 +18,7 @@ from fastdecode_rdma.command_line import (
     split_workers,
     unwinding_on_signals,
 )
+from fastdecode_rdma.config import quantization_name
 from fastdecode_rdma.errors import ConfigError, WorkerError
 from fastdecode_rdma.hub.demo_models import DEMO_MODELS, demo_model_dir
 from fastdecode_rdma.stats import GeneratorStats
@@ -68,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument(
+        "--quantization", metavar="NAME", help="int8: weights rounded as they are loaded"
+    )
+    parser.add_argument(
         "--workers",
         metavar="ADDRESS,…",
         help="running attention workers; default: one is started on this machine",
@@ -84,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     workers = None if args.workers is None else split_workers(args.workers)
+    quantization_name(args.quantization)
     find_token(args.token_file)  # whatever is wrong with it is said before anything is fetched
     model_dir = _model_dir(args.model, args.from_file)
     with ExitStack() as stack:
@@ -92,7 +97,12 @@ def run(args: argparse.Namespace) -> int:
         if workers is None:
             workers = [stack.enter_context(local_worker(args.token_file))]
         generator = stack.enter_context(
-            Generator.from_pretrained(model_dir, workers=workers, token_file=args.token_file)
+            Generator.from_pretrained(
+                model_dir,
+                workers=workers,
+                token_file=args.token_file,
+                quantization=args.quantization,
+            )
         )
         print(f"{model_dir.name}: dense layers here, attention in {', '.join(workers)}\n")
         tokenizer = generator.tokenizer
