@@ -64,6 +64,31 @@ def test_sinks_and_alibi_match_loops(sinks, slopes, window):
     torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
 
 
+def test_sinks_are_those_of_gpt_oss():
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    q, k, v = random(9, 4, 8), random(9, 2, 8, seed=1), random(9, 2, 8, seed=2)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 2, torch.tensor([1.0, -2.0, 30.0, 0.0])
+    hidden = torch.full((9, 9), -torch.inf).triu(1)
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    expected, _ = eager_attention_forward(module, *heads, hidden, 0.4)
+    got = attention(q, k, v, scale=0.4, sinks=module.sinks.tolist())
+    torch.testing.assert_close(got, expected[0], atol=ATOL, rtol=0)
+
+
+def test_slopes_are_those_of_mpt():
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    q, k, v = (random(9, 6, 8, seed=seed) for seed in range(3))
+    alibi = build_mpt_alibi_tensor(6, 9).double()  # [6, 1, 9], of the last row
+    hidden = torch.full((9, 9), -torch.inf).triu(1)
+    scores = torch.einsum("thd,jhd->htj", q, k) * 0.4 + alibi + hidden
+    expected = torch.einsum("htj,jhd->thd", scores.softmax(-1), v)
+    got = attention(q, k, v, scale=0.4, slopes=(alibi[:, 0, 1] - alibi[:, 0, 0]).tolist())
+    torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
+
+
 @pytest.mark.parametrize("window", [None, 700])
 def test_attention_over_several_row_blocks(window):
     """1300 rows are computed in blocks; torch's own operator takes them at once."""

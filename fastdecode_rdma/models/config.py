@@ -33,6 +33,8 @@ class ModelConfig:
     one tensor each in the checkpoint. `residual_scale` multiplies what a block adds,
     `logits_scale` the logits before the softcap.
     `embed_dim` differs from `hidden_size` where embeddings are projected.
+    `sinks`: a logit per query head, for every layer, and `slopes`: ALiBi's per query head, as in
+    `config.KVGroup`; prefill, decode and the reference all take them from `kv_groups`.
     `renames`: checkpoint name prefixes (old, new); `ignored`: prefixes of tensors left unread.
     """
 
@@ -69,6 +71,8 @@ class ModelConfig:
     final_norm: bool = True
     attn_softcap: float | None = None
     final_softcap: float | None = None
+    sinks: tuple[tuple[float, ...], ...] | None = None
+    slopes: tuple[float, ...] | None = None
     eos_token_ids: tuple[int, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
@@ -90,11 +94,10 @@ class ModelConfig:
             raise ConfigError(f"norm_order must be one of {NORM_ORDERS}, got {self.norm_order!r}")
         if self.qk_norm not in QK_NORMS:
             raise ConfigError(f"qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}")
-        for name in ("windows", "ropes"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers"
-                )
+        for name in ("windows", "ropes", "sinks"):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != self.num_layers:
+                raise ConfigError(f"{name} has {len(entries)} entries for {self.num_layers} layers")
         for name in (
             "norm_eps",
             "scale",
@@ -115,8 +118,15 @@ class ModelConfig:
         layers_of: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.windows):
             layers_of.setdefault(window, []).append(layer)
+        sinks, heads = self.sinks, (self.num_q_heads, self.num_kv_heads, self.head_dim)
         return tuple(
-            KVGroup(tuple(layers), self.num_q_heads, self.num_kv_heads, self.head_dim, window)
+            KVGroup(
+                tuple(layers),
+                *heads,
+                window,
+                None if sinks is None else tuple(sinks[layer] for layer in layers),
+                self.slopes,
+            )
             for window, layers in layers_of.items()
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from fastdecode_rdma.engine.prefill import CHUNK_TOKENS
 from fastdecode_rdma.models import load_model
+from fastdecode_rdma.models.config import ModelConfig
 from fastdecode_rdma.reference import ReferenceOps, reference_forward
 from fastdecode_rdma.worker.kvcache import kv_bytes
 
@@ -107,6 +109,29 @@ def test_a_prompt_of_several_chunks_matches_the_float64_oracle(
     oracle = reference_forward(load_model(path, ReferenceOps(torch.float64)), ids)
     logits = bench.model.logits(job.hidden.contiguous())
     assert (logits - oracle).abs().max() < LOGITS_TOLERANCE
+
+
+def test_sinks_and_alibi_reach_prefill_and_decode(
+    tiny_models: Callable[..., Path],
+    make_bench: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other numbers in every layer and head, in layers with a window and without."""
+    path, read = tiny_models("gemma3"), ModelConfig.from_hf
+
+    def with_scores(source: Path) -> ModelConfig:
+        config = read(source)
+        layers, heads = range(config.num_layers), range(config.num_q_heads)
+        sinks = tuple(tuple(2.0 * i - 3.0 * j + 1.0 for j in heads) for i in layers)
+        return replace(config, sinks=sinks, slopes=tuple(0.5 ** (1 + j) for j in heads))
+
+    ids = torch.randint(0, 300, (150,), generator=torch.Generator().manual_seed(4))
+    plain = reference_forward(load_model(path, ReferenceOps(torch.float64)), ids)
+    monkeypatch.setattr(ModelConfig, "from_hf", with_scores)
+    oracle = reference_forward(load_model(path, ReferenceOps(torch.float64)), ids)
+    actual = make_bench(path).teacher_forced(ids[:100].tolist(), ids[100:].tolist())
+    assert (actual - oracle[99:]).abs().max() < LOGITS_TOLERANCE
+    assert (plain - oracle)[99:].abs().max() > 100 * LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

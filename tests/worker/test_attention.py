@@ -24,6 +24,8 @@ from fastdecode_rdma.worker.session import AttentionSession, MemoryBudget
 UNIT = 2.0**-24  # unit roundoff of the arithmetic, fp32
 POOL = np.random.default_rng(5).standard_normal(1 << 21).astype(np.float32)
 BORDERS = (1, 63, 64, 65, 1023, 1024, 1025)
+SLOPES = (0.5, 2.0**-8, 0.0, 1.7, -(2.0**-10), 0.03)
+SINKS = (0.0, 3.0, -20.0, 90.0, 4.25, -300.0)
 
 
 def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -199,8 +201,10 @@ def test_every_shape_at_block_and_segment_borders(isa: str, kv: str, share: int,
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
-def test_long_sequence_merges_segments(isa: str, kv: str) -> None:
-    geometry = one_layer(9, 3, 64, kv=kv)
+@pytest.mark.parametrize("biased", [False, True])
+def test_long_sequence_merges_segments(isa: str, kv: str, biased: bool) -> None:
+    scores = {"sinks": SINKS, "slopes": SLOPES, "softcap": 30.0} if biased else {}
+    geometry = one_layer(6, 2, 64, kv=kv, **scores)
     check(geometry, [make_work(geometry, n, seed=n) for n in (3000, 8193)], isa=isa)
 
 
@@ -262,10 +266,6 @@ def test_largest_score_in_first_middle_and_last_block(isa: str, position: int, k
     (out,), _ = attend(geometry, [work], isa=isa)
     stored = KV_DTYPES[kv].decode(KV_DTYPES[kv].encode(work.v[position]))
     assert np.abs(out[0] - stored).max() < 1e-3  # its weight is all but one
-
-
-SLOPES = (0.5, 2.0**-8, 0.0, 1.7, -(2.0**-10), 0.03)
-SINKS = (0.0, 3.0, -20.0, 90.0, 4.25, -300.0)
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
