@@ -29,6 +29,7 @@ LOCAL_DISTANCE = 10
 """What the kernel calls the distance of a NUMA node to itself."""
 
 MAX_PORTS = 64
+MAX_PKEYS = 128
 MAX_GIDS = 128
 """Of one port; containers and VLANs fill tables, nobody needs more of them than this to choose."""
 
@@ -67,7 +68,7 @@ class Port:
     state: str
     speed_gbps: float
     lid: int = 0
-    pkeys: tuple[int, ...] = (0xFFFF,)
+    pkeys: tuple[int, ...] = (0xFFFF,)  # by index; 0: none
     numa_node: int | None = None
     numa_distance: int = LOCAL_DISTANCE  # from where its process runs, seen on its own machine
     gids: tuple[Gid, ...] = ()
@@ -142,7 +143,10 @@ def _read_port(
         gid = _read_gid(path, folder / "gid_attrs", layer, networks, vlans)
         if gid is not None:
             gids.append(gid)
-    pkeys = tuple(_integer(_text(path)) for path in sorted((folder / "pkeys").glob("*")))
+    places = sorted((folder / "pkeys").glob("*"), key=_natural)[:MAX_PKEYS]
+    pkeys = [_integer(_text(path)) for path in places]
+    while pkeys and not pkeys[-1]:
+        pkeys.pop()
     rate = _text(folder / "rate").split()
     return Port(
         device=device,
@@ -151,7 +155,7 @@ def _read_port(
         state=_text(folder / "state").partition(":")[2].strip() or "UNKNOWN",
         speed_gbps=float(rate[0]) if rate else 0.0,
         lid=_integer(_text(folder / "lid")),
-        pkeys=tuple(key for key in pkeys if key)[:MAX_PORTS] or (0xFFFF,),
+        pkeys=tuple(pkeys) or (0xFFFF,),
         numa_node=node,
         numa_distance=numa_distance(node, root),
         gids=tuple(gids[:MAX_GIDS]),
@@ -301,7 +305,7 @@ def decode_ports(data: bytes) -> list[Port]:
 
 def _decode_port(item: dict[str, Any]) -> Port:
     gids = [_decode_gid(dict(gid)) for gid in item.pop("gids")][:MAX_GIDS]
-    pkeys = tuple(int(key) for key in item.pop("pkeys"))[:MAX_PORTS]
+    pkeys = tuple(int(key) for key in item.pop("pkeys"))[:MAX_PKEYS]
     for name, kind in (("number", int), ("lid", int), ("numa_distance", int)):
         item[name] = kind(item[name])
     item["speed_gbps"] = float(item["speed_gbps"])

@@ -215,18 +215,18 @@ def _infiniband(mine: Port, theirs: Port) -> Pair | str:
     subnets = [int(ipaddress.IPv6Address(g.address)) >> 64 for g in (gid, other)]
     if subnets[0] != subnets[1]:
         return f"InfiniBand subnets {subnets[0]:016x} and {subnets[1]:016x}"
-    if common_pkey(mine, theirs) is None:
+    if pkey_index(mine, theirs) is None:
         return "no partition key in common of which one side is a full member"
     return Pair(mine, gid, theirs, other, Reach.SUBNET, on_control=False)
 
 
-def common_pkey(mine: Port, theirs: Port) -> int | None:
-    """Returns the first partition key of `mine` that `theirs` is in too; two limited members of a
-    partition (upper bit clear) may not talk to each other."""
-    for key in mine.pkeys:
+def pkey_index(mine: Port, theirs: Port) -> int | None:
+    """Returns the index of the first partition key of `mine` that `theirs` is in too; two limited
+    members of a partition (upper bit clear) may not talk to each other."""
+    for index, key in enumerate(mine.pkeys):
         for other in theirs.pkeys:
-            if key & 0x7FFF == other & 0x7FFF and (key | other) & 0x8000:
-                return key
+            if key & 0x7FFF and key & 0x7FFF == other & 0x7FFF and (key | other) & 0x8000:
+                return index
     return None
 
 

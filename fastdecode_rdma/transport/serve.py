@@ -6,7 +6,7 @@ import logging
 
 from fastdecode_rdma.config import StepCode
 from fastdecode_rdma.errors import FastDecodeError, RemoteProtocolError, TransportError
-from fastdecode_rdma.transport._pump import FrameServer
+from fastdecode_rdma.transport._pump import FrameServer, Plane
 from fastdecode_rdma.transport.base import FrameSizes, Session, decode_entries, step_code
 from fastdecode_rdma.wire.frame import (
     MAX_TEXT_BYTES,
@@ -49,9 +49,17 @@ def serve_cold(session: Session, kind: int, payload: bytes) -> bytes:
 
 class DataPlane:
     """One engine's data socket in a worker. `fd` is connected and proved to be the engine's; it
-    stays the caller's, who ends `run` from another thread by shutting the socket down."""
+    stays the caller's, who ends `run` from another thread by shutting the socket down. `plane`
+    carries the frames; None: the socket itself."""
 
-    def __init__(self, fd: int, epoch: int, slots: SlotPlan, session: Session) -> None:
+    def __init__(
+        self,
+        fd: int,
+        epoch: int,
+        slots: SlotPlan,
+        session: Session,
+        plane: Plane | None = None,
+    ) -> None:
         self.session = session
         self._sizes = FrameSizes.of(session.geometry, bulk_bytes=slots.bulk_nbytes)
         entry = session.native()
@@ -65,6 +73,7 @@ class DataPlane:
             store=entry.store_addr,
             ctx=entry.ctx_addr,
             owner=(session, entry),
+            plane=plane,
         )
 
     @property

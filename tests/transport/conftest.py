@@ -167,7 +167,7 @@ class Rig:
         return session
 
     def add_raw(
-        self, *, epoch: int = EPOCH, latency_slots: int = 8, bulk_slots: int = 4
+        self, *, epoch: int = EPOCH, latency_slots: int = 8, bulk_slots: int = 4, plane=None
     ) -> socket.socket:
         """Adds a port whose other end the test plays itself."""
         ours, theirs = socket.socketpair()
@@ -178,6 +178,7 @@ class Rig:
             epoch=epoch,
             latency_slots=latency_slots,
             bulk_slots=bulk_slots,
+            plane=plane,
         )
         self.sessions.append(FakeSession(self.geometry))
         self.peers.append(theirs)
@@ -185,17 +186,25 @@ class Rig:
         return theirs
 
     def add_stream(
-        self, *, latency_slots: int = 8, bulk_slots: int = 4, worker_epoch: int = EPOCH, **options
+        self,
+        *,
+        latency_slots: int = 8,
+        bulk_slots: int = 4,
+        worker_epoch: int = EPOCH,
+        planes=(None, None),
+        **options,
     ) -> FakeSession:
-        """Adds a worker that serves on a thread."""
+        """Adds a worker that serves on a thread; `planes`: the engine's and the worker's."""
         index = len(self.sessions)
-        theirs = self.add_raw(latency_slots=latency_slots, bulk_slots=bulk_slots)
+        theirs = self.add_raw(latency_slots=latency_slots, bulk_slots=bulk_slots, plane=planes[0])
         theirs.settimeout(None)
         session = self.sessions[index] = FakeSession(self.geometry, **options)
         slots = SlotPlan(
             latency_slots, bulk_slots, self.sizes.latency_bytes, self.sizes.max_bulk_bytes
         )
-        plane = self.planes[index] = DataPlane(theirs.fileno(), worker_epoch, slots, session)
+        plane = self.planes[index] = DataPlane(
+            theirs.fileno(), worker_epoch, slots, session, plane=planes[1]
+        )
 
         def serve() -> None:
             try:

@@ -76,10 +76,10 @@ def test_a_roce_port(tmp_path: Path) -> None:
 def test_an_infiniband_port(tmp_path: Path) -> None:
     port = add_port(tmp_path, "ibp1", 2, layer="InfiniBand", lid="0x1f", rate="200 Gb/sec (4X HDR)")
     write(port, {"gids/0": "fe80:0000:0000:0000:0002:c903:0000:0001", "pkeys/0": "0xffff"})
-    write(port, {"pkeys/1": "0x0000", "pkeys/2": "0x8001"})
+    write(port, {"pkeys/1": "0x0000", "pkeys/2": "0x8001", "pkeys/10": "0x0000"})
     (found,) = read_ports(tmp_path, {})
     assert (found.name, found.lid, found.speed_gbps) == ("ibp1:2", 31, 200.0)
-    assert found.pkeys == (0xFFFF, 0x8001)
+    assert found.pkeys == (0xFFFF, 0, 0x8001)
     assert found.gids == (Gid(0, "fe80::2:c903:0:1", IB),)
     assert found.fault() is None
 

@@ -8,7 +8,7 @@ import pytest
 
 from fastdecode_rdma.errors import ConfigError, TransportError
 from fastdecode_rdma.transport.rdma_ports import ETHERNET, IB, INFINIBAND, ROCE1, ROCE2, Gid, Port
-from fastdecode_rdma.transport.rdma_select import Choice, Reach, choose, common_pkey, usable_ports
+from fastdecode_rdma.transport.rdma_select import Choice, Reach, choose, pkey_index, usable_ports
 from fastdecode_rdma.transport.rdma_wish import Wish
 
 LINK_LOCAL = "fe80::5054:ff:fe77:1"
@@ -357,7 +357,7 @@ def test_options_out_of_range(options: dict[str, str], message: str) -> None:
 
 
 def test_partitions() -> None:
-    full, limited = ib("a", pkeys=(0x8001, 0xFFFF)), ib("b", pkeys=(0x0001, 0x7FFF))
-    assert common_pkey(full, limited) == 0x8001
-    assert common_pkey(limited, full) == 0x0001
-    assert common_pkey(limited, limited) is None
+    full, limited = ib("a", pkeys=(0x8002, 0, 0xFFFF)), ib("b", pkeys=(0, 0x0001, 0x7FFF))
+    assert pkey_index(full, limited) == 2
+    assert pkey_index(limited, full) == 2
+    assert pkey_index(limited, limited) is None
