@@ -6,7 +6,7 @@ Thin: arguments are checked and unpacked here, the loops are in the headers and 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, strlen
+from libc.string cimport memset
 
 from fastdecode_rdma.config import StepCode
 from fastdecode_rdma.errors import (
@@ -22,6 +22,7 @@ include "pump_decl.pxi"
 include "pump_sizes.pxi"
 include "pump_errors.pxi"
 include "pump_plane.pxi"
+include "pump_shm.pxi"
 include "pump_server.pxi"
 
 

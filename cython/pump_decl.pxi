@@ -29,6 +29,7 @@ cdef extern from "pump_conn.h" nogil:
     ctypedef struct fd_plane:
         const char *name
         void *(*view)(fd_conn *)
+        void (*close)(fd_conn *)
     ctypedef struct fd_conn:
         const fd_plane *plane
         void *state

@@ -14,7 +14,7 @@ cdef class Plane:
     cdef const fd_plane *table
     cdef void *state
     cdef readonly object owner
-    cdef readonly uint64_t spin_ns
+    cdef public uint64_t spin_ns
 
     def __init__(self, *, size_t table, size_t state, size_t conn_bytes, uint64_t spin_ns=0, owner=None):
         if conn_bytes != sizeof(fd_conn):
@@ -24,6 +24,14 @@ cdef class Plane:
         self.state = <void *>state
         self.owner = owner
         self.spin_ns = spin_ns
+
+    def __dealloc__(self):
+        cdef fd_conn conn
+        if self.table == NULL or self.table.close == NULL:
+            return
+        memset(&conn, 0, sizeof(conn))
+        conn.state = self.state
+        self.table.close(&conn)
 
     cdef int install(self, fd_conn *conn) except -1:
         if self.table == NULL:

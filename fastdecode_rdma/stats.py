@@ -76,7 +76,8 @@ class WorkerStats:
     """One attention worker, as this generator sees it. If it was lost and has come back, it has the
     number and the counters that it had.
 
-    worker: its number. address: where it listens, or "embedded". transport: "tcp", "loopback".
+    worker: its number. address: where it listens, or "embedded". transport: "shm", "tcp",
+        "loopback". fallback_reason: why it is not a better one, where there was a choice.
     is_alive: whether it takes part.
     kv_cache_usage: share (0 to 1) of its KV memory that sequences of this generator hold.
     kv_cache_bytes, kv_cache_capacity_bytes: the same in bytes.
@@ -99,6 +100,7 @@ class WorkerStats:
     io_s: float
     wait_s: float
     kernel_s: float
+    fallback_reason: str = ""
 
 
 @dataclass(frozen=True)

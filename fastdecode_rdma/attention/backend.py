@@ -34,7 +34,9 @@ _NUMPY_DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What is known of a worker. `capacity_bytes` is its whole KV limit, shared by its engines."""
+    """What is known of a worker. `capacity_bytes` is its whole KV limit, shared by its engines;
+    `fallback_reason` says why better planes than `transport` are not used, where one was free to
+    choose."""
 
     name: str
     capacity_bytes: int
@@ -44,6 +46,7 @@ class WorkerInfo:
     block_tokens: int
     seg_tokens: int
     alive: bool = True
+    fallback_reason: str = ""
 
 
 class WorkerLink(ABC):

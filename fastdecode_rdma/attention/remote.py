@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +12,22 @@ from fastdecode_rdma.attention.control import ControlLink
 from fastdecode_rdma.attention.heartbeat import Heartbeats
 from fastdecode_rdma.config import AttentionGeometry
 from fastdecode_rdma.errors import ConfigError, RemoteProtocolError
-from fastdecode_rdma.transport import open_transport
+from fastdecode_rdma.transport import open_transport, planes_of, why_not
 from fastdecode_rdma.transport.address import Address, parse_url
-from fastdecode_rdma.transport.base import FrameSizes, Transport, plan_slots
-from fastdecode_rdma.transport.tcp import BlockingConnection, dial
+from fastdecode_rdma.transport.base import (
+    FrameSizes,
+    PlaneUnavailable,
+    Transport,
+    plan_slots,
+)
+from fastdecode_rdma.transport.blocking import BlockingConnection
+from fastdecode_rdma.transport.tcp import dial
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.connection import Connection
 
 CONNECT_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteWorker(WorkerLink):
@@ -44,32 +53,37 @@ class RemoteWorker(WorkerLink):
         Raises:
             ConfigError: the URL cannot be used.
             RemoteProtocolError: the worker refused: version, token, geometry or memory; says which.
+            PlaneUnavailable: the data plane that the URL demands cannot be used.
             TransportError, TransportTimeout: it cannot be reached.
         """
         address = parse_url(url)
         timeout_s = float(address.options.get("connect_timeout_s", timeout_s))
-        sock = dial(address, timeout_s)
-        try:
-            conn = Connection(m.Role.ENGINE, token=token, now_s=time.monotonic())
-            link = BlockingConnection(sock, conn, peer=str(address), timeout_s=timeout_s)
-            opened = _open_session(link, address, geometry)
-            transport = open_transport(address, opened, conn.session_key, timeout_s=timeout_s)
-        except BaseException:
-            sock.close()
-            raise
-        info = WorkerInfo(
-            name=str(address),
-            # row buffers come out of the same budget
-            capacity_bytes=max(0, opened.capacity_bytes - FrameSizes.of(geometry).buffer_bytes),
-            num_threads=opened.num_threads,
-            isa=opened.isa,
-            transport=address.scheme,
-            block_tokens=opened.block_tokens,
-            seg_tokens=opened.seg_tokens,
-        )
+        planes, reasons = list(planes_of(address)), []
+        while True:
+            sock = dial(address, timeout_s)
+            try:
+                conn = Connection(m.Role.ENGINE, token=token, now_s=time.monotonic())
+                link = BlockingConnection(sock, conn, peer=str(address), timeout_s=timeout_s)
+                offers = _greet(link, ask=planes != ["tcp"])
+                while reason := why_not(planes[0], address, offers):
+                    _give_up(planes, reasons, reason, address)
+                offer = offers.get(planes[0], b"")
+                opened = _open_session(link, planes[0], geometry)
+                sizes = FrameSizes.of(geometry, bulk_bytes=opened.slots.bulk_nbytes)
+                transport = open_transport(
+                    address, opened, conn.session_key, sizes=sizes, offer=offer, timeout_s=timeout_s
+                )
+                break
+            except PlaneUnavailable as error:
+                sock.close()
+                _give_up(planes, reasons, str(error).removeprefix(f"{address}: "), address)
+                logger.warning("%s: goes on over %s: %s", address, planes[0], reasons[-1])
+            except BaseException:
+                sock.close()
+                raise
         control = ControlLink(sock, conn)
         heartbeats.watch(control)
-        return cls(control, transport, info)
+        return cls(control, transport, _info(address, opened, geometry, "; ".join(reasons)))
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """`tell(reason)` is called once, on any thread, when the worker falls silent or leaves."""
@@ -96,7 +110,7 @@ def open_sessions(
 
     Raises: as RemoteWorker.connect; ConfigError when an address is given twice.
     """
-    addresses = [str(parse_url(url)) for url in urls]
+    addresses = [parse_url(url).place for url in urls]  # one worker, whatever the way to it
     twice = sorted({name for name in addresses if addresses.count(name) > 1})
     if twice:
         raise ConfigError(f"workers given twice: {', '.join(twice)}")
@@ -116,19 +130,58 @@ def open_sessions(
     return workers
 
 
-def _open_session(
-    link: BlockingConnection, address: Address, geometry: AttentionGeometry
-) -> m.SessionOpened:
+def _give_up(planes: list[str], reasons: list[str], reason: str, address: Address) -> None:
+    """Takes the first plane out, in place; the next one's turn is next.
+
+    Raises:
+        PlaneUnavailable: there is none left.
+    """
+    reasons.append(f"{planes.pop(0)}: {reason}")
+    if not planes:
+        raise PlaneUnavailable(f"{address}: {reason}")
+
+
+def _info(
+    address: Address, opened: m.SessionOpened, geometry: AttentionGeometry, fallback_reason: str
+) -> WorkerInfo:
+    return WorkerInfo(
+        name=str(address),
+        # row buffers come out of the same budget
+        capacity_bytes=max(0, opened.capacity_bytes - FrameSizes.of(geometry).buffer_bytes),
+        num_threads=opened.num_threads,
+        isa=opened.isa,
+        transport=opened.transport,
+        block_tokens=opened.block_tokens,
+        seg_tokens=opened.seg_tokens,
+        fallback_reason=fallback_reason,
+    )
+
+
+def _greet(link: BlockingConnection, *, ask: bool) -> dict[str, bytes]:
+    """Proves both sides; returns the planes that the worker offers besides TCP, if asked for."""
     link.send(link.conn.hello(os.urandom(m.NONCE_BYTES)))
     link.receive(m.Hello)
     link.send(link.conn.proof())
     link.receive(m.Auth)
+    if not ask:
+        return {}
+    link.send(m.PlanesRequest())
+    return dict(link.receive(m.Planes).offers)
+
+
+def _open_session(
+    link: BlockingConnection, plane: str, geometry: AttentionGeometry
+) -> m.SessionOpened:
     slots = plan_slots(geometry)
-    link.send(m.OpenSession(geometry, slots, transport=address.scheme))
+    link.send(m.OpenSession(geometry, slots, transport=plane))
     opened = link.receive(m.SessionOpened)
-    if (opened.slots.latency_nbytes, opened.slots.bulk_nbytes) != (
-        slots.latency_nbytes,
-        slots.bulk_nbytes,
-    ):
-        raise RemoteProtocolError(f"{address}: granted slots of another length than asked for")
+    granted = opened.slots
+    if (granted.latency_nbytes, granted.bulk_nbytes) != (slots.latency_nbytes, slots.bulk_nbytes):
+        raise RemoteProtocolError(f"{link.peer}: granted slots of another length than asked for")
+    if not (1 <= granted.num_latency <= slots.num_latency):
+        raise RemoteProtocolError(f"{link.peer}: granted {granted.num_latency} slots for rows")
+    if not (1 <= granted.num_bulk <= slots.num_bulk):
+        raise RemoteProtocolError(f"{link.peer}: granted {granted.num_bulk} slots for K/V rows")
+    if opened.transport != plane:
+        raise RemoteProtocolError(f"{link.peer}: granted {opened.transport}, asked for {plane}")
     return opened

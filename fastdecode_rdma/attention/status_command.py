@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from fastdecode_rdma.command_line import split_workers
 from fastdecode_rdma.errors import FastDecodeError, WorkerError
 from fastdecode_rdma.transport.address import parse_url
-from fastdecode_rdma.transport.tcp import BlockingConnection, dial
+from fastdecode_rdma.transport.blocking import BlockingConnection
+from fastdecode_rdma.transport.tcp import dial
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.connection import Connection
 from fastdecode_rdma.wire.token_file import find_token

@@ -25,6 +25,7 @@ from fastdecode_rdma.models import DecoderModel, ModelConfig, load_model
 from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.scheduler import make_scheduler
 from fastdecode_rdma.tokenizer import Tokenizer
+from fastdecode_rdma.transport.address import parse_url
 from fastdecode_rdma.wire.token_file import find_token
 from fastdecode_rdma.worker.kvcache import MemoryBudget
 from fastdecode_rdma.worker.limits import default_memory
@@ -109,7 +110,9 @@ def build_engine(
     except BaseException:
         backend.close()
         raise
-    reconnector = Reconnector(lambda address: _connect([address], options, geometry)[0])
+    # a worker's name leaves out the options of the address that it was given by
+    urls = {str(parse_url(url)): url for url in options.workers or ()}
+    reconnector = Reconnector(lambda name: _connect([urls[name]], options, geometry)[0])
     return EngineParts(
         model, engine, backend, ops, options, reconnector, sampling_defaults, notes=notes
     )

@@ -1,4 +1,4 @@
-"""Worker addresses: `tcp://host:port?option=value`, or just `host` or `host:port`."""
+"""Worker addresses: `tcp://host:port?option=value`, `shm://…`, or just `host` or `host:port`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,31 @@ from urllib.parse import parse_qsl
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.wire.address import parse_address
 
-SCHEMES = ("tcp",)
-"""Schemes that this version speaks; transport/__init__.py has a row for each."""
+PLANES = ("shm", "tcp")
+"""Schemes of one plane each; transport/__init__.py has a row for each."""
 
-PLANNED_SCHEMES = ("auto", "shm", "rdma")
+SCHEMES = ("auto", *PLANES)
+"""auto, also for an address without a scheme: the best plane that works."""
 
-OPTIONS: Mapping[str, type] = {"connect_timeout_s": float, "buffer_bytes": int}
-"""connect_timeout_s: for connection and handshake. buffer_bytes: of each socket buffer."""
+PLANNED_SCHEMES = ("rdma",)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What may be said behind the ? of an address of these schemes; a number, or text."""
+
+    kind: type
+    planes: tuple[str, ...] = PLANES
+    may_be_zero: bool = False
+
+
+OPTIONS: Mapping[str, Option] = {
+    "connect_timeout_s": Option(float),
+    "buffer_bytes": Option(int, ("tcp",)),
+    "spin_us": Option(float, ("shm",), may_be_zero=True),
+}
+"""connect_timeout_s: for connection and handshake. buffer_bytes: of each socket buffer. spin_us:
+how long both sides look for each other's news before they sleep; else their cores decide."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +43,17 @@ class Address:
     host: str
     port: int
     scheme: str = "tcp"
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float | str] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        scheme = "" if self.scheme == "auto" else f"{self.scheme}://"
+        return f"{scheme}{self.place}"
+
+    @property
+    def place(self) -> str:
+        """Host and port, without the way to get there."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{host}:{self.port}"
 
 
 def parse_url(text: str) -> Address:
@@ -41,7 +65,7 @@ def parse_url(text: str) -> Address:
     url, question, query = text.strip().partition("?")
     scheme, separator, place = url.rpartition("://")
     if not separator:
-        scheme, place = "tcp", url
+        scheme, place = "auto", url
     if scheme in PLANNED_SCHEMES:
         raise ConfigError(
             f"{text!r}: the {scheme} transport is not available in this version; use tcp://"
@@ -52,19 +76,30 @@ def parse_url(text: str) -> Address:
     host, port = parse_address(place)
     if not host or port == 0:
         raise ConfigError(f"{text!r}: an engine needs the host and the port of a worker")
-    return Address(host, port, scheme, _parse_options(text, query) if question else {})
+    return Address(host, port, scheme, _parse_options(text, scheme, query) if question else {})
 
 
-def _parse_options(text: str, query: str) -> dict[str, float]:
-    options: dict[str, float] = {}
+def _parse_options(text: str, scheme: str, query: str) -> dict[str, float | str]:
+    options: dict[str, float | str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
-        kind = OPTIONS.get(name)
-        if kind is None:
+        option = OPTIONS.get(name)
+        if option is None:
             raise ConfigError(f"{text!r}: unknown option {name!r}; expected {', '.join(OPTIONS)}")
-        try:
-            options[name] = kind(value)
-        except ValueError:
-            raise ConfigError(f"{text!r}: option {name} must be a number, got {value!r}") from None
-        if not 0 < options[name] < 1 << 40:
-            raise ConfigError(f"{text!r}: option {name} must be positive, got {value!r}")
+        if scheme != "auto" and scheme not in option.planes:
+            meant = ", ".join(f"{plane}://" for plane in option.planes)
+            raise ConfigError(
+                f"{text!r}: option {name} says nothing to {scheme}://, only to {meant}"
+            )
+        options[name] = value if option.kind is str else _parse_number(text, name, option, value)
     return options
+
+
+def _parse_number(text: str, name: str, option: Option, value: str) -> float:
+    try:
+        number = option.kind(value)
+    except ValueError:
+        raise ConfigError(f"{text!r}: option {name} must be a number, got {value!r}") from None
+    if not (0 < number < 1 << 40 or (number == 0 and option.may_be_zero)):
+        least = "zero or positive" if option.may_be_zero else "positive"
+        raise ConfigError(f"{text!r}: option {name} must be {least}, got {value!r}")
+    return number

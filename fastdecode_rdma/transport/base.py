@@ -29,12 +29,15 @@ from fastdecode_rdma.errors import (
     CacheFullError,
     ConfigError,
     ProtocolError,
+    TransportError,
     TransportTimeout,
 )
 from fastdecode_rdma.wire.messages import SlotPlan
 
 if TYPE_CHECKING:
-    from fastdecode_rdma.transport._pump import Pump
+    import socket
+
+    from fastdecode_rdma.transport._pump import Plane, Pump
 
 NUM_LATENCY_SLOTS = 8
 """Two mini-batches with a step table and a layer each, and room for FREE and FORK."""
@@ -48,6 +51,10 @@ COLD_BYTES = 16 << 20
 
 MAX_BUFFER_BYTES = 1 << 36
 """A worker refuses models whose row buffers could need more address space than this."""
+
+
+class PlaneUnavailable(TransportError):
+    """This data plane cannot be used between these two; another one may. Says why."""
 
 
 class PortTimeout(TransportTimeout):
@@ -82,6 +89,38 @@ class Session(Protocol):
     def import_range(self, handle: int, start: int, data: bytes) -> None: ...
 
     def native(self) -> NativeEntry: ...
+
+
+class PlaneHost(ABC):
+    """A data plane besides TCP, as a worker offers it to engines. Callable from any thread."""
+
+    name: str
+    listener: socket.socket | None = None
+    """Where data sockets of this plane come in; None: at the worker's TCP port."""
+
+    @abstractmethod
+    def offer(self) -> bytes:
+        """Returns what an engine must know to use the plane."""
+
+    def admit(self, sock: socket.socket) -> str | None:
+        """Returns the name, for the log, of who came to `listener`; None to hang up."""
+        return None
+
+    @abstractmethod
+    def accept(
+        self, details: bytes, fd: int | None, slots: SlotPlan, sizes: FrameSizes
+    ) -> tuple[Plane, bytes]:
+        """Returns the worker's end of one connection, and what the engine must know of it. The
+        engine has proved itself; `details` is its end, `fd` a descriptor that it sent along and
+        that stays the caller's.
+
+        Raises:
+            TransportError: it cannot be set up; the engine is told why.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Takes no more engines. Idempotent."""
 
 
 class Transport(ABC):

@@ -41,10 +41,21 @@ def session_key(token: bytes, engine_hello: bytes, worker_hello: bytes) -> bytes
     return _mac(token, "fastdecode session key", engine_hello, worker_hello)
 
 
-def data_mac(key: bytes, sender: Role, *, session_id: int, epoch: int, nonce: bytes) -> bytes:
-    """Returns `sender`'s proof on a data socket. `key` is the session key, `nonce` DataHello's."""
+def data_mac(
+    key: bytes,
+    sender: Role,
+    *,
+    session_id: int,
+    epoch: int,
+    nonce: bytes,
+    plane: str = "tcp",
+    details: bytes = b"",
+) -> bytes:
+    """Returns `sender`'s proof on a data socket. `key` is the session key, `nonce` DataHello's,
+    `details` what the sender says of its end of the plane."""
     session = _SESSION.pack(session_id, epoch)
-    return _mac(key, f"fastdecode {sender.name} data socket", session, nonce)
+    label = f"fastdecode {sender.name} data socket"
+    return _mac(key, label, session, nonce, plane.encode(), details)
 
 
 def check_mac(got: bytes, expected: bytes) -> bool:

@@ -23,6 +23,12 @@ MAX_NAME_BYTES = 64
 MAX_ERROR_TEXT_BYTES = 800
 """Keeps an ERROR within the greeting limit of framing.py, so that it can always be sent."""
 
+MAX_DETAILS_BYTES = 768
+"""One end of a data plane, a queue pair say: a DATA_HELLO is within the greeting limit."""
+
+MAX_OFFERS = 16
+MAX_OFFER_BYTES = 16384  # adapters, ports and GIDs of a large machine
+
 MAX_LAYERS = 4096  # AttentionGeometry's own limit
 _NO_WINDOW = 0  # a window is at least 1
 
@@ -69,6 +75,13 @@ class _Reader:
             raise RemoteProtocolError("a text with control characters")
         return text
 
+    def blob(self, max_bytes: int) -> bytes:
+        (nbytes,) = self.unpack(_LENGTH)
+        if nbytes > max_bytes or nbytes > len(self._body) - self._offset:
+            raise RemoteProtocolError(f"a field of {nbytes} bytes; at most {max_bytes} allowed")
+        self._offset += nbytes
+        return self._body[self._offset - nbytes : self._offset]
+
     def end(self) -> None:
         if self._offset != len(self._body):
             raise RemoteProtocolError("a control message goes on behind its last field")
@@ -79,6 +92,12 @@ def _text(text: str, max_bytes: int = MAX_NAME_BYTES) -> bytes:
     if len(raw) > max_bytes:
         raise LocalProtocolError(f"a text of {len(raw)} bytes; at most {max_bytes} allowed")
     return _LENGTH.pack(len(raw)) + raw
+
+
+def _blob(value: bytes, max_bytes: int) -> bytes:
+    if len(value) > max_bytes:
+        raise LocalProtocolError(f"a field of {len(value)} bytes; at most {max_bytes} allowed")
+    return _LENGTH.pack(len(value)) + value
 
 
 def _secret(value: bytes, nbytes: int) -> bytes:
@@ -210,19 +229,34 @@ def _decode_session_opened(reader: _Reader) -> m.SessionOpened:
 
 def _encode_data_hello(msg: m.DataHello) -> bytes:
     nonce, mac = _secret(msg.nonce, m.NONCE_BYTES), _secret(msg.mac, m.MAC_BYTES)
-    return _DATA_HELLO.pack(msg.session_id, nonce, mac)
+    return _DATA_HELLO.pack(msg.session_id, nonce, mac) + _blob(msg.details, MAX_DETAILS_BYTES)
 
 
 def _decode_data_hello(reader: _Reader) -> m.DataHello:
-    return m.DataHello(*reader.unpack(_DATA_HELLO))
+    return m.DataHello(*reader.unpack(_DATA_HELLO), reader.blob(MAX_DETAILS_BYTES))
 
 
 def _encode_data_accepted(msg: m.DataAccepted) -> bytes:
-    return _DATA_ACCEPTED.pack(_secret(msg.mac, m.MAC_BYTES))
+    mac = _DATA_ACCEPTED.pack(_secret(msg.mac, m.MAC_BYTES))
+    return mac + _blob(msg.details, MAX_DETAILS_BYTES)
 
 
 def _decode_data_accepted(reader: _Reader) -> m.DataAccepted:
-    return m.DataAccepted(*reader.unpack(_DATA_ACCEPTED))
+    return m.DataAccepted(*reader.unpack(_DATA_ACCEPTED), reader.blob(MAX_DETAILS_BYTES))
+
+
+def _encode_planes(msg: m.Planes) -> bytes:
+    if len(msg.offers) > MAX_OFFERS:
+        raise LocalProtocolError(f"{len(msg.offers)} data planes; at most {MAX_OFFERS}")
+    offers = [_text(name) + _blob(details, MAX_OFFER_BYTES) for name, details in msg.offers]
+    return _LENGTH.pack(len(offers)) + b"".join(offers)
+
+
+def _decode_planes(reader: _Reader) -> m.Planes:
+    (count,) = reader.unpack(_LENGTH)
+    if count > MAX_OFFERS:
+        raise RemoteProtocolError(f"{count} data planes; at most {MAX_OFFERS}")
+    return m.Planes(tuple((reader.text(), reader.blob(MAX_OFFER_BYTES)) for _ in range(count)))
 
 
 def _encode_heartbeat(msg: m.Heartbeat) -> bytes:
@@ -291,6 +325,8 @@ _CODECS: dict[int, _Codec] = {
     9: _Codec(m.Status, _encode_status, _decode_status),
     10: _Codec(m.Error, _encode_error, _decode_error, may_grow=True),
     11: _Codec(m.Bye, lambda msg: b"", lambda reader: m.Bye()),
+    12: _Codec(m.PlanesRequest, lambda msg: b"", lambda reader: m.PlanesRequest()),
+    13: _Codec(m.Planes, _encode_planes, _decode_planes),
 }
 _TYPE_CODES = {codec.message: code for code, codec in _CODECS.items()}
 

@@ -272,26 +272,65 @@ class Connection:
         return now_s - self._last_progress_s if self.peer_heartbeat.pending else 0.0
 
 
-def data_hello(session_key: bytes, opened: m.SessionOpened, *, nonce: bytes) -> m.DataHello:
-    """Returns the engine's first message on the data socket of the session `opened`."""
+def data_hello(
+    session_key: bytes, opened: m.SessionOpened, *, nonce: bytes, details: bytes = b""
+) -> m.DataHello:
+    """Returns the engine's first message on the data socket of the session `opened`; `details` is
+    its end of the data plane."""
     mac = auth.data_mac(
-        session_key, Role.ENGINE, session_id=opened.session_id, epoch=opened.epoch, nonce=nonce
+        session_key,
+        Role.ENGINE,
+        session_id=opened.session_id,
+        epoch=opened.epoch,
+        nonce=nonce,
+        plane=opened.transport,
+        details=details,
     )
-    return m.DataHello(opened.session_id, nonce, mac)
+    return m.DataHello(opened.session_id, nonce, mac, details)
 
 
-def accept_data_hello(hello: m.DataHello, session_key: bytes, epoch: int) -> m.DataAccepted:
-    """Returns the worker's answer to a data socket's hello, after checking its proof.
+def check_data_hello(
+    hello: m.DataHello, session_key: bytes, epoch: int, *, plane: str = "tcp"
+) -> None:
+    """Checks the proof in a data socket's hello.
 
     Raises:
-        HandshakeError: the proof is not that of the engine which opened the session.
+        HandshakeError: it is not that of the engine which opened the session.
     """
-    session = {"session_id": hello.session_id, "epoch": epoch, "nonce": hello.nonce}
-    if not auth.check_mac(hello.mac, auth.data_mac(session_key, Role.ENGINE, **session)):
+    expected = auth.data_mac(
+        session_key,
+        Role.ENGINE,
+        session_id=hello.session_id,
+        epoch=epoch,
+        nonce=hello.nonce,
+        plane=plane,
+        details=hello.details,
+    )
+    if not auth.check_mac(hello.mac, expected):
         raise HandshakeError(
             "the data socket does not belong to the engine that opened the session", ErrorCode.AUTH
         )
-    return m.DataAccepted(auth.data_mac(session_key, Role.WORKER, **session))
+
+
+def accept_data_hello(
+    hello: m.DataHello, session_key: bytes, epoch: int, *, plane: str = "tcp", details: bytes = b""
+) -> m.DataAccepted:
+    """Returns the worker's answer to a data socket's hello, after checking its proof; `details` is
+    the worker's end of the data plane.
+
+    Raises: as check_data_hello.
+    """
+    check_data_hello(hello, session_key, epoch, plane=plane)
+    mac = auth.data_mac(
+        session_key,
+        Role.WORKER,
+        session_id=hello.session_id,
+        epoch=epoch,
+        nonce=hello.nonce,
+        plane=plane,
+        details=details,
+    )
+    return m.DataAccepted(mac, details)
 
 
 def check_data_accepted(
@@ -303,7 +342,13 @@ def check_data_accepted(
         HandshakeError: the other end of the data socket is not the worker of the handshake.
     """
     expected = auth.data_mac(
-        session_key, Role.WORKER, session_id=opened.session_id, epoch=opened.epoch, nonce=nonce
+        session_key,
+        Role.WORKER,
+        session_id=opened.session_id,
+        epoch=opened.epoch,
+        nonce=nonce,
+        plane=opened.transport,
+        details=accepted.details,
     )
     if not auth.check_mac(accepted.mac, expected):
         raise HandshakeError(

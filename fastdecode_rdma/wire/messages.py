@@ -1,7 +1,8 @@
 """The messages of the control connection: plain slotted dataclasses, no bytes and no I/O.
 
 An engine and a worker speak them over one TCP connection (`Role`), and a second one, the data
-socket, opens with `DataHello` and `DataAccepted` before it carries frames. `codec.py` gives them
+socket, opens with `DataHello` and `DataAccepted` before frames flow, over it or over what the two
+have agreed on in `details`. `codec.py` gives them
 bytes, `state.py` says who may send what when.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from fastdecode_rdma.config import AttentionGeometry
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 32
 MAC_BYTES = 32
 
@@ -41,6 +42,7 @@ class ErrorCode(enum.IntEnum):
     LOST = 8  # no sign of life for too long
     SHUTDOWN = 9
     INTERNAL = 10
+    PLANE = 11  # the data plane cannot be set up; another one may
 
 
 @dataclass(slots=True)
@@ -73,8 +75,22 @@ class SlotPlan:
 
 
 @dataclass(slots=True)
+class PlanesRequest:
+    """The engine asks which data planes the worker offers."""
+
+
+@dataclass(slots=True)
+class Planes:
+    """What the worker offers besides TCP: by name, what an engine must know to use each. The planes
+    themselves define that; to this room it is bytes."""
+
+    offers: tuple[tuple[str, bytes], ...] = ()
+
+
+@dataclass(slots=True)
 class OpenSession:
-    """The engine asks for a session: what the worker must know of the model, and slots wished."""
+    """The engine asks for a session: what the worker must know of the model, slots wished, and the
+    data plane that it will come with."""
 
     geometry: AttentionGeometry
     slots: SlotPlan
@@ -98,18 +114,22 @@ class SessionOpened:
 
 @dataclass(slots=True)
 class DataHello:
-    """First message on the data socket: whose it is, proved with the session key."""
+    """First message on the data socket: whose it is, proved with the session key, and the engine's
+    end of the data plane, which the proof covers."""
 
     session_id: int
     nonce: bytes
     mac: bytes
+    details: bytes = b""
 
 
 @dataclass(slots=True)
 class DataAccepted:
-    """The worker took the data socket: its own proof. Only frames follow, in both directions."""
+    """The worker took the data socket: its own proof, and its end of the data plane. Only frames
+    follow, in both directions."""
 
     mac: bytes
+    details: bytes = b""
 
 
 @dataclass(slots=True)
@@ -163,6 +183,8 @@ class ConnectionClosed:
 Message = (
     Hello
     | Auth
+    | PlanesRequest
+    | Planes
     | OpenSession
     | SessionOpened
     | DataHello

@@ -47,12 +47,14 @@ TRANSITIONS: dict[tuple[Role, State], dict[type, State]] = {
     (WORKER, S.PROVED): {m.Auth: S.READY, m.Error: S.CLOSED},
     (ENGINE, S.READY): {
         m.OpenSession: S.OPENING,
+        m.PlanesRequest: S.READY,
         m.StatusRequest: S.READY,
         m.Heartbeat: S.READY,
         m.Bye: S.ENGINE_LEFT,
         m.Error: S.CLOSED,
     },
     (WORKER, S.READY): {
+        m.Planes: S.READY,
         m.Status: S.READY,
         m.Heartbeat: S.READY,
         m.Bye: S.WORKER_LEFT,
@@ -66,6 +68,7 @@ TRANSITIONS: dict[tuple[Role, State], dict[type, State]] = {
     },
     (WORKER, S.OPENING): {
         m.SessionOpened: S.OPEN,
+        m.Planes: S.OPENING,
         m.Status: S.OPENING,
         m.Heartbeat: S.OPENING,
         m.Bye: S.WORKER_LEFT,
@@ -86,6 +89,7 @@ TRANSITIONS: dict[tuple[Role, State], dict[type, State]] = {
     (ENGINE, S.ENGINE_LEFT): {},
     (WORKER, S.ENGINE_LEFT): {
         m.SessionOpened: S.ENGINE_LEFT,
+        m.Planes: S.ENGINE_LEFT,
         m.Status: S.ENGINE_LEFT,
         m.Heartbeat: S.ENGINE_LEFT,
         m.Bye: S.CLOSED,
@@ -93,6 +97,7 @@ TRANSITIONS: dict[tuple[Role, State], dict[type, State]] = {
     },
     (ENGINE, S.WORKER_LEFT): {
         m.OpenSession: S.WORKER_LEFT,
+        m.PlanesRequest: S.WORKER_LEFT,
         m.StatusRequest: S.WORKER_LEFT,
         m.Heartbeat: S.WORKER_LEFT,
         m.Bye: S.CLOSED,

@@ -24,6 +24,8 @@ from fastdecode_rdma.errors import (
     TransportError,
     TransportTimeout,
 )
+from fastdecode_rdma.transport.base import FrameSizes, PlaneHost
+from fastdecode_rdma.transport.shm_host import FdInbox
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.auth import HandshakeError
 from fastdecode_rdma.wire.connection import (
@@ -31,10 +33,12 @@ from fastdecode_rdma.wire.connection import (
     NEED_DATA,
     Connection,
     accept_data_hello,
+    check_data_hello,
 )
 from fastdecode_rdma.wire.messages import ErrorCode, Role
 
 if TYPE_CHECKING:
+    from fastdecode_rdma.transport._pump import Plane
     from fastdecode_rdma.worker.server import WorkerServer
     from fastdecode_rdma.worker.session_record import SessionRecord
 
@@ -46,13 +50,18 @@ class _Stopping(Exception):
 
 
 class SocketThread(threading.Thread):
-    """Serves one accepted socket until it ends. `peer` is its address, for the log."""
+    """Serves one accepted socket until it ends. `peer` is its address, for the log. `host`: the
+    data plane whose listener it came from, None for the worker's TCP port."""
 
-    def __init__(self, server: WorkerServer, sock: socket.socket, peer: str) -> None:
+    def __init__(
+        self, server: WorkerServer, sock: socket.socket, peer: str, host: PlaneHost | None = None
+    ) -> None:
         super().__init__(name=f"engine {peer}", daemon=True)
         self.sock = sock
         self.peer = peer
         self._server = server
+        self._host = host
+        self._inbox = None if host is None else FdInbox()
         self._record: SessionRecord | None = None
         self._conn = Connection(Role.WORKER, now_s=time.monotonic(), token=server.config.token)
 
@@ -87,6 +96,8 @@ class SocketThread(threading.Thread):
                 self._server.close_session(self._record)
                 logger.info("session of %s closed", self.peer)
         finally:
+            if self._inbox is not None:
+                self._inbox.close()
             self.sock.close()
             self._server.forget(self)
 
@@ -95,6 +106,8 @@ class SocketThread(threading.Thread):
         first = self._receive(deadline_s)
         if isinstance(first, m.DataHello):
             self._serve_data(first)
+        elif self._host is not None:
+            raise HandshakeError("this socket takes data planes only", ErrorCode.PROTOCOL)
         elif isinstance(first, m.Hello):
             self._send(self._conn.hello(os.urandom(m.NONCE_BYTES)))
             if isinstance(self._receive(deadline_s), m.Auth):
@@ -133,7 +146,11 @@ class SocketThread(threading.Thread):
 
     def _feed(self) -> None:
         # No byte beyond the next message: on a data socket the rest belongs to the data plane.
-        data = self.sock.recv(self._conn.bytes_needed())
+        needed = self._conn.bytes_needed()
+        if self._inbox is None:
+            data = self.sock.recv(needed)
+        else:
+            data = self._inbox.receive(self.sock, needed)
         self._conn.receive_data(data, now_s=time.monotonic())
 
     def _receive(self, deadline_s: float) -> m.Event:
@@ -151,20 +168,47 @@ class SocketThread(threading.Thread):
         record = self._server.find_session(hello.session_id)
         if record is None:
             raise HandshakeError("there is no such session", ErrorCode.SESSION)
-        accepted = accept_data_hello(hello, record.key, record.epoch)
+        check_data_hello(hello, record.key, record.epoch, plane=record.transport)
+        options, details = self._accept_plane(record, hello)
+        accepted = accept_data_hello(
+            hello, record.key, record.epoch, plane=record.transport, details=details
+        )
         if not record.attach(self.sock):
             raise HandshakeError("the session has its data socket already", ErrorCode.SESSION)
         try:
             self._server.handshake_done(self)
             self._send(accepted)
             plane = self._server.machinery.open_data_plane(
-                self.sock.fileno(), record.epoch, record.slots, record.session
+                self.sock.fileno(), record.epoch, record.slots, record.session, **options
             )
             record.start(plane)
             self.sock.setblocking(True)  # the data plane waits in the kernel, without a poll
             plane.run()
         finally:
             record.detach()
+
+    def _accept_plane(
+        self, record: SessionRecord, hello: m.DataHello
+    ) -> tuple[dict[str, Plane], bytes]:
+        """Returns what carries the frames of a session, nothing for TCP, and our end of it."""
+        host = self._server.hosts.get(record.transport)
+        if self._host is not (None if host is None or host.listener is None else host):
+            raise HandshakeError(
+                f"the session is for {record.transport}: its data socket came the wrong way",
+                ErrorCode.SESSION,
+            )
+        if host is None:
+            return {}, b""
+        fd = None if self._inbox is None else self._inbox.fd
+        sizes = FrameSizes.of(record.session.geometry, bulk_bytes=record.slots.bulk_nbytes)
+        try:
+            plane, details = host.accept(hello.details, fd, record.slots, sizes)
+        except TransportError as exc:
+            raise HandshakeError(str(exc), ErrorCode.PLANE) from exc
+        finally:
+            if self._inbox is not None:
+                self._inbox.close()
+        return {"plane": plane}, details
 
     def _serve_control(self) -> None:
         while True:
@@ -173,6 +217,9 @@ class SocketThread(threading.Thread):
                 self._idle()
             elif isinstance(event, m.StatusRequest):
                 self._send(self._server.status())
+            elif isinstance(event, m.PlanesRequest):
+                hosts = self._server.hosts.values()
+                self._send(m.Planes(tuple((host.name, host.offer()) for host in hosts)))
             elif isinstance(event, m.OpenSession):
                 self._open_session(event)
             elif isinstance(event, m.Bye):
@@ -219,5 +266,6 @@ class SocketThread(threading.Thread):
                 block_tokens=config.block_tokens,
                 seg_tokens=config.seg_tokens,
                 slots=record.slots,
+                transport=record.transport,
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode_rdma.config import AttentionGeometry
+from fastdecode_rdma.transport import open_hosts
 from fastdecode_rdma.transport.base import FrameSizes, check_slots
 from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.wire.messages import SlotPlan
@@ -51,4 +52,5 @@ def real_machinery() -> Machinery:
         open_data_plane=DataPlane,
         check_slots=check_slots,
         buffer_bytes=buffer_bytes,
+        open_hosts=open_hosts,
     )

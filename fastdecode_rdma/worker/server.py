@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from fastdecode_rdma import __version__
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.transport.base import PlaneHost
 from fastdecode_rdma.transport.tcp import prepare_socket
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.auth import HandshakeError
@@ -53,6 +54,7 @@ class WorkerServer:
         self.budget = budget
         self.machinery = machinery
         self._listener = _listen(config.host, config.port)
+        self.hosts = {host.name: host for host in machinery.open_hosts()}
         self._stop_read, self._stop_write = os.pipe()
         self._stopping = False
         self._started_s = time.monotonic()
@@ -89,22 +91,35 @@ class WorkerServer:
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         poller.register(self._stop_read, select.POLLIN)
+        hosts = [host for host in self.hosts.values() if host.listener is not None]
+        for host in hosts:
+            poller.register(host.listener, select.POLLIN)
         while not self._stopping:
             ready = [fd for fd, _ in poller.poll()]
             if self._listener.fileno() in ready:
-                self._accept()
+                self._accept(self._listener, None)
+            for host in hosts:
+                if host.listener.fileno() in ready:
+                    self._accept(host.listener, host)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, host: PlaneHost | None) -> None:
         try:
-            sock, peer = self._listener.accept()
+            sock, peer = listener.accept()
         except OSError as exc:
             if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                 logger.warning("cannot accept a connection: %s", exc.strerror)
                 self._drop_oldest_handshake()
                 time.sleep(0.05)  # else the listener stays readable and this loop spins
             return  # otherwise the peer left between poll and accept
-        prepare_socket(sock)
-        thread = SocketThread(self, sock, f"{peer[0]}:{peer[1]}")
+        if host is None:
+            prepare_socket(sock)
+            name: str | None = f"{peer[0]}:{peer[1]}"
+        else:
+            name = host.admit(sock)
+        if name is None:
+            sock.close()
+            return
+        thread = SocketThread(self, sock, name, host)
         with self._lock:
             too_many = len(self._handshakes) >= self.config.max_handshakes
             self._threads.add(thread)
@@ -160,8 +175,9 @@ class WorkerServer:
             ConfigError: its slots or its model cannot be served.
             CacheFullError: there is no room for it.
         """
-        if request.transport != "tcp":
-            raise ConfigError(f"this worker serves transport 'tcp', not {request.transport!r}")
+        if request.transport not in ("tcp", *self.hosts):
+            served = ", ".join(("tcp", *self.hosts))
+            raise ConfigError(f"this worker serves {served}, not {request.transport!r}")
         slots = self.machinery.check_slots(request.geometry, request.slots)
         nbytes = self.machinery.buffer_bytes(request.geometry, slots)
         self.budget.reserve(nbytes)
@@ -172,7 +188,9 @@ class WorkerServer:
         except BaseException:
             self.budget.release(nbytes)
             raise
-        record = SessionRecord(key, slots, session, buffer_bytes=nbytes)
+        record = SessionRecord(
+            key, slots, session, buffer_bytes=nbytes, transport=request.transport
+        )
         with self._lock:
             self._records[record.session_id] = record
         return record
@@ -212,6 +230,8 @@ class WorkerServer:
         """Ends every connection; False when some thread was still in a kernel after `timeout_s`."""
         self.stop()
         self._listener.close()
+        for host in self.hosts.values():
+            host.close()
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             threads = list(self._threads)

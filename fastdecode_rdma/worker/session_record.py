@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastdecode_rdma.config import AttentionGeometry
+from fastdecode_rdma.transport.base import PlaneHost
 from fastdecode_rdma.wire.messages import SlotPlan
 
 
 class Session(Protocol):
     """What the server needs of worker.session.AttentionSession."""
+
+    geometry: AttentionGeometry
 
     def stats(self) -> dict[str, Any]:
         """Figures; callable from any thread."""
@@ -60,11 +63,15 @@ class Machinery:
     """The rooms behind the server, so that tests can put fakes in their place."""
 
     open_session: Callable[[AttentionGeometry, Budget, int], Session]
-    open_data_plane: Callable[[int, int, SlotPlan, Session], DataPlane]
+    open_data_plane: Callable[..., DataPlane]
+    """Called with descriptor, epoch, slots and session of a data socket and, where something else
+    carries the frames, `plane`."""
     check_slots: Callable[[AttentionGeometry, SlotPlan], SlotPlan]
     """Returns the slots granted; raises ConfigError when the asked ones cannot work."""
     buffer_bytes: Callable[[AttentionGeometry, SlotPlan], int]
     """Returns the bytes of a data plane's row buffers."""
+    open_hosts: Callable[[], list[PlaneHost]] = list
+    """Returns the data planes that the worker offers besides TCP."""
 
 
 def shut(sock: socket.socket) -> None:
@@ -76,13 +83,22 @@ def shut(sock: socket.socket) -> None:
 class SessionRecord:
     """One engine's session as the server sees it; safe to use from its several threads."""
 
-    def __init__(self, key: bytes, slots: SlotPlan, session: Session, *, buffer_bytes: int) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        slots: SlotPlan,
+        session: Session,
+        *,
+        buffer_bytes: int,
+        transport: str = "tcp",
+    ) -> None:
         self.session_id = secrets.randbits(64)
         self.epoch = secrets.randbits(64)
         self.key = key
         self.slots = slots
         self.session = session
         self.buffer_bytes = buffer_bytes
+        self.transport = transport
         self.control_socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._data_socket: socket.socket | None = None

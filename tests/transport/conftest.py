@@ -167,10 +167,16 @@ class Rig:
         return session
 
     def add_raw(
-        self, *, epoch: int = EPOCH, latency_slots: int = 8, bulk_slots: int = 4, plane=None
+        self,
+        *,
+        epoch: int = EPOCH,
+        latency_slots: int = 8,
+        bulk_slots: int = 4,
+        plane=None,
+        pair=None,
     ) -> socket.socket:
-        """Adds a port whose other end the test plays itself."""
-        ours, theirs = socket.socketpair()
+        """Adds a port whose other end the test plays itself; `pair`: the connected sockets."""
+        ours, theirs = pair or socket.socketpair()
         theirs.settimeout(5.0)
         self.pump.add_stream(
             f"raw{len(self.sessions)}",
@@ -192,11 +198,14 @@ class Rig:
         bulk_slots: int = 4,
         worker_epoch: int = EPOCH,
         planes=(None, None),
+        pair=None,
         **options,
     ) -> FakeSession:
         """Adds a worker that serves on a thread; `planes`: the engine's and the worker's."""
         index = len(self.sessions)
-        theirs = self.add_raw(latency_slots=latency_slots, bulk_slots=bulk_slots, plane=planes[0])
+        theirs = self.add_raw(
+            latency_slots=latency_slots, bulk_slots=bulk_slots, plane=planes[0], pair=pair
+        )
         theirs.settimeout(None)
         session = self.sessions[index] = FakeSession(self.geometry, **options)
         slots = SlotPlan(

@@ -12,11 +12,18 @@ from fastdecode_rdma.transport.address import SCHEMES, Address, parse_url
 @pytest.mark.parametrize(
     ("text", "expected", "shown"),
     [
-        ("host", Address("host", 18815), "tcp://host:18815"),
-        (" host:9 ", Address("host", 9), "tcp://host:9"),
+        ("host", Address("host", 18815, "auto"), "host:18815"),
+        (" host:9 ", Address("host", 9, "auto"), "host:9"),
+        ("auto://host:9", Address("host", 9, "auto"), "host:9"),
+        ("shm://localhost", Address("localhost", 18815, "shm"), "shm://localhost:18815"),
+        (
+            "shm://h?spin_us=0",
+            Address("h", 18815, "shm", options={"spin_us": 0}),
+            "shm://h:18815",
+        ),
         ("tcp://10.0.0.1:65535", Address("10.0.0.1", 65535), "tcp://10.0.0.1:65535"),
         ("tcp://[::1]:7", Address("::1", 7), "tcp://[::1]:7"),
-        ("[fe80::2]", Address("fe80::2", 18815), "tcp://[fe80::2]:18815"),
+        ("[fe80::2]", Address("fe80::2", 18815, "auto"), "[fe80::2]:18815"),
         (
             "tcp://h:7?connect_timeout_s=2.5&buffer_bytes=65536",
             Address("h", 7, options={"connect_timeout_s": 2.5, "buffer_bytes": 65536}),
@@ -38,10 +45,11 @@ def test_addresses(text, expected, shown):
         ("host:0", "port"),
         ("host:65536", "address"),
         ("host:x", "address"),
-        ("shm://host", "shm transport is not available in this version"),
         ("rdma://host:1", "rdma transport is not available in this version"),
-        ("auto://host", "auto transport is not available in this version"),
-        ("http://host:1", "unknown transport 'http'; expected tcp://"),
+        ("http://host:1", "unknown transport 'http'; expected auto://, shm://, tcp://"),
+        ("tcp://host?spin_us=3", "option spin_us says nothing to tcp://, only to shm://"),
+        ("shm://host?buffer_bytes=3", "option buffer_bytes says nothing to shm://"),
+        ("shm://host?spin_us=-1", "must be zero or positive"),
         ("host?speed=3", "unknown option 'speed'"),
         ("host?buffer_bytes=4k", "must be a number"),
         ("host?buffer_bytes=-1", "must be positive"),
@@ -56,4 +64,4 @@ def test_bad_addresses_name_the_fault_in_one_line(text, words):
 
 
 def test_every_scheme_has_a_row():
-    assert set(_TRANSPORTS) == set(SCHEMES)
+    assert {"auto", *_TRANSPORTS} == set(SCHEMES)

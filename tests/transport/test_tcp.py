@@ -10,7 +10,8 @@ import pytest
 
 from fastdecode_rdma.errors import RemoteProtocolError, TransportError, TransportTimeout
 from fastdecode_rdma.transport.address import Address
-from fastdecode_rdma.transport.tcp import BlockingConnection, dial, widen_buffers
+from fastdecode_rdma.transport.blocking import BlockingConnection
+from fastdecode_rdma.transport.tcp import dial, widen_buffers
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.connection import Connection
 

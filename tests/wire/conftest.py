@@ -36,13 +36,15 @@ EXAMPLES = (
     m.Auth(bytes(range(32))),
     m.OpenSession(GEOMETRY, SLOTS),
     m.SessionOpened(7, 2**63 + 1, 1 << 32, 8, "avx2", 64, 1024, SLOTS),
-    m.DataHello(7, bytes(range(32)), bytes(32)),
-    m.DataAccepted(bytes(range(32))),
+    m.DataHello(7, bytes(range(32)), bytes(32), b"mask"),
+    m.DataAccepted(bytes(range(32)), b"ok"),
     m.Heartbeat(12345, 1),
     m.StatusRequest(),
     m.Status("host:17", "0.1.0", 1.5, 1 << 32, 4096, 2, 8, "baseline", 31, 99),
     m.Error(m.ErrorCode.MEMORY, "kein Platz für 3 GiB"),
     m.Bye(),
+    m.PlanesRequest(),
+    m.Planes((("shm", b"name"), ("rdma", b""))),
 )
 
 

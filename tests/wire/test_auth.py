@@ -20,8 +20,9 @@ def test_macs_are_plain_hmac_sha256_over_length_prefixed_parts():
         session_key(TOKEN, b"one", b"two").hex()
         == "ce46723e66a5eb940111f4f6cfb66202d5da98f10b32cc995c6aaac7319c0739"
     )
-    mac = data_mac(TOKEN, Role.WORKER, session_id=1, epoch=2, nonce=b"n" * 32)
-    assert mac.hex() == "062a1580a8e3e1ef568336bb5b5d7f6fd1d27ebbf8957248988524bbd288d49c"
+    session = {"session_id": 1, "epoch": 2, "nonce": b"n" * 32}
+    mac = data_mac(TOKEN, Role.WORKER, **session, plane="shm", details=b"d")
+    assert mac.hex() == "d1c2a1a8219604dc59c0f39211b79a56202cc0f3dea954ef5d07bfc0dfe07198"
 
 
 def test_every_input_changes_the_proof():
@@ -36,7 +37,9 @@ def test_every_input_changes_the_proof():
     assert len(others) == 5 and base not in others
 
 
-@pytest.mark.parametrize("change", ["session_id", "epoch", "nonce", "key", "sender"])
+@pytest.mark.parametrize(
+    "change", ["session_id", "epoch", "nonce", "plane", "details", "key", "sender"]
+)
 def test_a_data_proof_fits_one_socket_only(change):
     inputs = {"session_id": 1, "epoch": 2, "nonce": b"n" * 32}
     base = data_mac(TOKEN, Role.ENGINE, **inputs)
@@ -47,6 +50,10 @@ def test_a_data_proof_fits_one_socket_only(change):
         sender = Role.WORKER
     elif change == "nonce":
         inputs["nonce"] = b"m" * 32
+    elif change == "plane":
+        inputs["plane"] = "shm"
+    elif change == "details":
+        inputs["details"] = b"other end"
     else:
         inputs[change] += 1
     assert data_mac(key, sender, **inputs) != base

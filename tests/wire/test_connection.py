@@ -77,7 +77,7 @@ def test_two_versions_refuse_each_other_by_name(make_pair):
         with pytest.raises(HandshakeError) as caught:
             receiver.next_event()
         assert caught.value.code is ErrorCode.VERSION
-        for part in ("7.3.1", "protocol 9", __version__, "protocol 1", "install the same version"):
+        for part in ("7.3.1", "protocol 9", __version__, "protocol 2", "install the same version"):
             assert part in str(caught.value)
         # and the refused side gets to know it
         (data,) = receiver.send(m.Error(caught.value.code, str(caught.value)))

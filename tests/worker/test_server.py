@@ -404,7 +404,7 @@ def test_an_engine_of_another_version_learns_both(start):
     engine.send(m.Hello(Role.ENGINE, bytes(32), "9.9.9", version=77))
     error = engine.receive(m.Error)
     assert error.code is ErrorCode.VERSION
-    assert "9.9.9" in error.text and "protocol 77" in error.text and "protocol 1" in error.text
+    assert "9.9.9" in error.text and "protocol 77" in error.text and "protocol 2" in error.text
 
 
 def test_a_slow_loris_is_dropped_by_the_deadline(start):
