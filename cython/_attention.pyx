@@ -1,5 +1,6 @@
 """The attention worker's C side: KV memory, step tables and the kernel. Thin: worker/attention.py validates."""
 
+from libc.stdlib cimport free
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 cdef extern from "team.h" nogil:
@@ -10,6 +11,7 @@ cdef extern from "attention.h" nogil:
         FD_BLOCK
         FD_SEG
         FD_TABLES
+        FD_NODES
     ctypedef struct fd_isa:
         const char *name
         int lanes
@@ -18,13 +20,20 @@ cdef extern from "attention.h" nogil:
     ctypedef struct fd_layer:
         int32_t group
         int32_t index
+    ctypedef struct fd_slab:
+        char *base
+        fd_slab *next
+    ctypedef struct fd_pool:
+        int64_t num_free
     ctypedef struct fd_group:
+        fd_pool *pools
         int64_t num_free
         int64_t num_used
         size_t block_bytes
     ctypedef struct fd_ctx:
         int32_t num_groups
         int32_t closed
+        int32_t num_nodes
         int32_t kv_dtype
         int32_t wire_dtype
         int64_t max_rows
@@ -44,18 +53,19 @@ cdef extern from "attention.h" nogil:
                       int32_t head_dim, int64_t window, int64_t ring)
     int fd_set_scores(fd_ctx *ctx, int32_t g, const float *sinks, const float *slopes)
     int fd_alloc_scratch(fd_ctx *ctx)
-    int64_t fd_close(fd_ctx *ctx)
+    int fd_set_nodes(fd_ctx *ctx, int32_t num_nodes, int32_t num_cpus, const uint8_t *cpu_nodes)
+    fd_slab *fd_close(fd_ctx *ctx)
     void fd_destroy(fd_ctx *ctx)
-    int fd_add_slab(fd_ctx *ctx, int32_t group, int64_t num_blocks)
-    int64_t fd_trim(fd_ctx *ctx)
-    int32_t fd_seq_new(fd_ctx *ctx)
+    int fd_add_slab(fd_ctx *ctx, int32_t group, int32_t node, int64_t num_blocks, void *base)
+    fd_slab *fd_trim(fd_ctx *ctx)
+    int32_t fd_seq_new(fd_ctx *ctx, int32_t node)
     int fd_seq_free(fd_ctx *ctx, int32_t slot)
     int fd_fork(fd_ctx *ctx, int32_t src, int32_t dst, int64_t length)
     int64_t fd_written(fd_ctx *ctx, int32_t slot)
     int64_t fd_export_start(fd_ctx *ctx, int32_t slot, int32_t group, int64_t start)
     int fd_copy_range(fd_ctx *ctx, int32_t slot, int32_t group, int64_t start, int64_t stop, char *data, int32_t load)
     int fd_begin(fd_ctx *ctx, int32_t table, uint32_t step, int32_t n, const fd_line *lines, const int32_t *slots,
-                 int64_t *missing, int32_t *bad)
+                 int32_t spill, int64_t *missing, int32_t *bad)
     int fd_attend(void *ctx, int32_t table, int32_t layer, int32_t num_rows, const void *qkv, void *out,
                   uint8_t *row_status)
     int fd_store(void *ctx, int32_t table, int32_t layer, int32_t entry, int64_t offset, int64_t count,
@@ -70,6 +80,7 @@ BLOCK_TOKENS = FD_BLOCK
 SEGMENT_TOKENS = FD_SEG
 NUM_TABLES = FD_TABLES
 ISA_NAMES = tuple(fd_isas[i].name.decode() for i in range(FD_NUM_ISAS))  # of this build, best first
+MAX_NODES = FD_NODES
 
 
 def bind_team(uintptr_t address):
@@ -111,14 +122,19 @@ cdef class Context:
     """One session's state in C. Addresses are plain integers; the caller keeps the memory behind them alive."""
 
     cdef fd_ctx *ctx
+    cdef dict slabs  # by address: what keeps the memory of a slab alive while the C side may use it
 
     def __cinit__(self, list groups, int num_layers, int num_threads, str isa, int kv_dtype, int wire_dtype,
-                  long long max_rows, long long max_model_len, double scale, double softcap):
+                  long long max_rows, long long max_model_len, double scale, double softcap, bytes cpu_nodes):
         """`groups`: (layers, num_q_heads, num_kv_heads, head_dim, window or 0, ring blocks or 0, address of the
         sinks or 0, address of the slopes or 0) each; sinks float32 [layers, num_q_heads], slopes [num_q_heads]."""
         encoded = isa.encode()
+        self.slabs = {}
         self.ctx = fd_open(<int32_t>len(groups), num_layers, num_threads, encoded)
         if self.ctx == NULL:
+            raise MemoryError("no memory for an attention session")
+        if cpu_nodes and not fd_set_nodes(self.ctx, max(cpu_nodes) + 1, <int32_t>len(cpu_nodes),
+                                          <const uint8_t *>cpu_nodes):
             raise MemoryError("no memory for an attention session")
         self.ctx.kv_dtype = kv_dtype
         self.ctx.wire_dtype = wire_dtype
@@ -152,29 +168,42 @@ cdef class Context:
     def store_address(self):
         return <uintptr_t>&fd_store
 
-    def close(self):
-        """Frees all memory, waiting for a running attend; returns the bytes of the slabs."""
-        cdef int64_t returned
-        with nogil:
-            returned = fd_close(self.ctx)
-        return returned
+    cdef list _take_back(self, fd_slab *chain):
+        cdef fd_slab *slab
+        taken = []
+        while chain != NULL:
+            slab, chain = chain, chain.next
+            taken.append(self.slabs.pop(<uintptr_t>slab.base))
+            free(slab)
+        return taken
 
-    def add_slab(self, int32_t group, int64_t num_blocks):
+    def close(self):
+        """Frees all memory, waiting for a running attend; returns what add_slab() was given."""
+        cdef fd_slab *chain
+        with nogil:
+            chain = fd_close(self.ctx)
+        return self._take_back(chain)
+
+    def add_slab(self, int32_t group, int32_t node, int64_t num_blocks, uintptr_t address, slab):
+        """Adds blocks at an address, whose memory stays while `slab` lives."""
         cdef int code
         with nogil:
-            code = fd_add_slab(self.ctx, group, num_blocks)
+            code = fd_add_slab(self.ctx, group, node, num_blocks, <void *>address)
+        if not code:
+            self.slabs[address] = slab
         return code
 
     def trim(self):
-        cdef int64_t returned
+        """Returns what add_slab() was given for the slabs that hold nothing now."""
+        cdef fd_slab *chain
         with nogil:
-            returned = fd_trim(self.ctx)
-        return returned
+            chain = fd_trim(self.ctx)
+        return self._take_back(chain)
 
-    def new_sequence(self):
+    def new_sequence(self, int32_t node):
         cdef int32_t slot
         with nogil:
-            slot = fd_seq_new(self.ctx)
+            slot = fd_seq_new(self.ctx, node)
         return slot
 
     def free_sequence(self, int32_t slot):
@@ -207,12 +236,13 @@ cdef class Context:
             code = fd_copy_range(self.ctx, slot, group, start, stop, <char *>data, load)
         return code
 
-    def begin(self, int32_t table, uint32_t step, int32_t n, uintptr_t lines, uintptr_t slots, uintptr_t missing):
+    def begin(self, int32_t table, uint32_t step, int32_t n, uintptr_t lines, uintptr_t slots, int32_t spill,
+              uintptr_t missing):
         """Returns (code, offending line or -1)."""
         cdef int code
         cdef int32_t bad = -1
         with nogil:
-            code = fd_begin(self.ctx, table, step, n, <const fd_line *>lines, <const int32_t *>slots,
+            code = fd_begin(self.ctx, table, step, n, <const fd_line *>lines, <const int32_t *>slots, spill,
                             <int64_t *>missing, &bad)
         return code, bad
 
@@ -232,6 +262,10 @@ cdef class Context:
         """Returns (used blocks, free blocks, bytes of a block)."""
         cdef fd_group *g = &self.ctx.groups[group]
         return g.num_used, g.num_free, g.block_bytes
+
+    def free_blocks(self, int32_t group):
+        """Returns the free blocks of each node."""
+        return [self.ctx.groups[group].pools[node].num_free for node in range(self.ctx.num_nodes)]
 
     def counters(self):
         """Returns (attend calls, nanoseconds spent in them)."""

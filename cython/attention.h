@@ -13,11 +13,11 @@
 #define _GNU_SOURCE
 #endif
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "entry.h"
 
@@ -26,6 +26,7 @@ enum {
     FD_SEG = 1024,    /* tokens of a segment: the unit of work, and of rounding (see attention_kernel.h) */
     FD_SCORES = FD_SEG + 16, /* floats between the scores of two vectors: off the 4 KiB that share a cache set */
     FD_TABLES = 8,
+    FD_NODES = 32,    /* NUMA nodes that one session's memory and threads may lie on */
     FD_VECTORS = 128, /* query vectors (rows x heads of one KV head) that one work item holds at most */
     FD_MAX_DIM = 1024,
     FD_UPLOAD = 1,    /* entry flag: the rows come by store() */
@@ -46,12 +47,20 @@ typedef struct fd_block {
 } fd_block;
 
 struct fd_slab {
-    char *base;
-    size_t nbytes;
+    char *base; /* the caller's memory, returned to it by fd_trim and fd_close */
+    int32_t node;
     int64_t num_blocks, num_used;
+    fd_slab *next; /* in the chain of those being returned */
     fd_block *free;
     fd_block blocks[];
 };
+
+/* A group's slabs on one NUMA node. */
+typedef struct {
+    fd_slab **slabs;
+    int64_t num_slabs, cap_slabs, hint; /* no slab below `hint` has a free block */
+    int64_t num_free;
+} fd_pool;
 
 typedef struct {
     int32_t num_layers, num_q_heads, num_kv_heads, head_dim, heads_per_kv;
@@ -60,9 +69,8 @@ typedef struct {
     float *sinks;       /* [num_layers][num_q_heads] logits without a key or value, NULL: none */
     float *slopes;      /* [num_q_heads] of ALiBi, NULL: none */
     size_t row_bytes, head_bytes, side_bytes, layer_bytes, block_bytes;
-    fd_slab **slabs;
-    int64_t num_slabs, cap_slabs, hint; /* no slab below `hint` has a free block */
-    int64_t num_free, num_used;
+    fd_pool pools[FD_NODES];
+    int64_t num_free, num_used; /* of all pools */
 } fd_group;
 
 typedef struct {
@@ -78,6 +86,7 @@ typedef struct {
     int64_t length;      /* tokens that have room: kv_len_before + q_len of the last step */
     int64_t *written;    /* [num_layers] tokens that hold data */
     int32_t alive;
+    int32_t node;        /* where its blocks are taken while there are any, and its work is done */
     int32_t tainted;     /* an uploaded value was not finite: every row that attends to it is flagged */
     fd_list lists[];     /* [num_groups] */
 } fd_seq;
@@ -106,6 +115,7 @@ typedef struct {
 typedef struct {
     fd_unit *units;
     int64_t num_units, cap_units;
+    int64_t node_units[FD_NODES + 1]; /* units [node_units[n], node_units[n + 1]) are of sequences on node n */
     _Atomic int32_t *pending; /* [unit, kv head] segments still running, kept at unit `first` */
     int64_t cap_pending;
     int64_t num_partials;     /* vectors */
@@ -126,6 +136,12 @@ typedef struct {
     int32_t group, index; /* index of the layer inside its group */
 } fd_layer;
 
+/* Work items of one node that nobody has taken yet; a cache line each, as each node's threads take their own first. */
+typedef struct {
+    _Alignas(64) _Atomic int64_t next;
+    int64_t stop;
+} fd_range;
+
 struct fd_ctx;
 typedef struct {
     const char *name;
@@ -139,8 +155,11 @@ typedef struct {
 } fd_isa;
 
 typedef struct fd_ctx {
+    fd_range ranges[FD_NODES];
     pthread_mutex_t lock;
     int32_t closed, num_groups, num_layers, num_threads, kv_dtype, wire_dtype;
+    int32_t num_nodes, num_cpus; /* num_cpus: length of cpu_nodes */
+    uint8_t *cpu_nodes;          /* node of each CPU; NULL when there is one node */
     int64_t max_rows, max_model_len;
     float scale, softcap; /* softcap 0: none */
     const fd_isa *isa;
@@ -182,6 +201,13 @@ static int fd_reserve(void *array, int64_t *cap, int64_t need, size_t item) {
 
 static inline int64_t fd_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t fd_max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* The node that the calling thread runs on. Helpers of the team are bound to one, a caller need not be. */
+static inline int32_t fd_home(const fd_ctx *ctx) {
+    if (ctx->num_nodes == 1) return 0;
+    int cpu = sched_getcpu();
+    return cpu >= 0 && cpu < ctx->num_cpus ? ctx->cpu_nodes[cpu] : 0;
+}
 
 /* Blocks that a group holds for `length` tokens. */
 static inline int64_t fd_blocks_for(const fd_group *group, int64_t length) {

@@ -2,12 +2,17 @@
 
 /* ---- blocks; the caller holds the lock and has made sure that one is free ---- */
 
-static fd_block *fd_take(fd_group *group) {
-    while (!group->slabs[group->hint]->free) group->hint++;
-    fd_slab *slab = group->slabs[group->hint];
+/* A block on the node, or on another one when the node has none. */
+static fd_block *fd_take(fd_group *group, int32_t node) {
+    fd_pool *pool = &group->pools[node];
+    if (!pool->num_free)
+        for (pool = group->pools; !pool->num_free;) pool++;
+    while (!pool->slabs[pool->hint]->free) pool->hint++;
+    fd_slab *slab = pool->slabs[pool->hint];
     fd_block *block = slab->free;
     slab->free = block->next;
     slab->num_used++;
+    pool->num_free--;
     group->num_free--;
     group->num_used++;
     block->refs = 1;
@@ -20,41 +25,32 @@ static void fd_drop(fd_group *group, fd_block *block) {
     block->next = slab->free;
     slab->free = block;
     slab->num_used--;
+    fd_pool *pool = &group->pools[slab->node];
+    pool->num_free++;
     group->num_free++;
     group->num_used--;
-    if (group->hint && (group->hint >= group->num_slabs || group->slabs[group->hint] != slab)) group->hint = 0;
+    if (pool->hint && (pool->hint >= pool->num_slabs || pool->slabs[pool->hint] != slab)) pool->hint = 0;
 }
 
-/* Adds an anonymous mapping of num_blocks blocks, on huge pages where the system gives them. */
-static int fd_add_slab(fd_ctx *ctx, int32_t group_index, int64_t num_blocks) {
+/* Adds num_blocks blocks at `base`, memory of the node that outlives its slab here. */
+static int fd_add_slab(fd_ctx *ctx, int32_t group_index, int32_t node, int64_t num_blocks, void *base) {
     if (group_index < 0 || group_index >= ctx->num_groups || num_blocks < 1) return FD_E_INTERNAL;
+    if (node < 0 || node >= ctx->num_nodes) return FD_E_INTERNAL;
     fd_group *group = &ctx->groups[group_index];
+    fd_pool *pool = &group->pools[node];
     int code = FD_E_INTERNAL;
     pthread_mutex_lock(&ctx->lock);
-    fd_slab *slab = NULL;
     if (ctx->closed) goto out;
-    if (!fd_reserve(&group->slabs, &group->cap_slabs, group->num_slabs + 1, sizeof *group->slabs)) goto out;
-    slab = malloc(sizeof *slab + (size_t)num_blocks * sizeof(fd_block));
+    if (!fd_reserve(&pool->slabs, &pool->cap_slabs, pool->num_slabs + 1, sizeof *pool->slabs)) goto out;
+    fd_slab *slab = malloc(sizeof *slab + (size_t)num_blocks * sizeof(fd_block));
     if (!slab) goto out;
-    slab->nbytes = (size_t)num_blocks * group->block_bytes;
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    slab->base = mmap(NULL, slab->nbytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (slab->base == MAP_FAILED) {
-        free(slab);
-        code = FD_E_CACHE_FULL;
-        goto out;
-    }
-#ifdef MADV_HUGEPAGE
-    madvise(slab->base, slab->nbytes, MADV_HUGEPAGE);
-#endif
-    slab->num_blocks = num_blocks;
-    slab->num_used = 0;
-    slab->free = NULL;
+    *slab = (fd_slab){.base = base, .node = node, .num_blocks = num_blocks};
     for (int64_t i = num_blocks - 1; i >= 0; i--) {
         slab->blocks[i] = (fd_block){slab->base + (size_t)i * group->block_bytes, slab, slab->free, 0};
         slab->free = &slab->blocks[i];
     }
-    group->slabs[group->num_slabs++] = slab;
+    pool->slabs[pool->num_slabs++] = slab;
+    pool->num_free += num_blocks;
     group->num_free += num_blocks;
     code = FD_OK;
 out:
@@ -62,42 +58,45 @@ out:
     return code;
 }
 
-static int64_t fd_unmap_free(fd_group *group) {
-    int64_t kept = 0, returned = 0;
-    for (int64_t i = 0; i < group->num_slabs; i++) {
-        fd_slab *slab = group->slabs[i];
+/* Takes the slabs without a block in use out of a pool; returns them in front of `chain`. */
+static fd_slab *fd_detach_free(fd_group *group, fd_pool *pool, fd_slab *chain) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < pool->num_slabs; i++) {
+        fd_slab *slab = pool->slabs[i];
         if (slab->num_used) {
-            group->slabs[kept++] = slab;
+            pool->slabs[kept++] = slab;
             continue;
         }
-        returned += (int64_t)slab->nbytes;
+        pool->num_free -= slab->num_blocks;
         group->num_free -= slab->num_blocks;
-        munmap(slab->base, slab->nbytes);
-        free(slab);
+        slab->next = chain;
+        chain = slab;
     }
-    group->num_slabs = kept;
-    group->hint = 0;
-    return returned;
+    pool->num_slabs = kept;
+    pool->hint = 0;
+    return chain;
 }
 
-/* Unmaps the slabs that hold nothing; returns their bytes. */
-static int64_t fd_trim(fd_ctx *ctx) {
-    int64_t returned = 0;
+/* Returns the chain of slabs that hold nothing: the caller's to free, and what lies at their `base`. */
+static fd_slab *fd_trim(fd_ctx *ctx) {
+    fd_slab *chain = NULL;
     pthread_mutex_lock(&ctx->lock);
-    for (int32_t g = 0; g < ctx->num_groups; g++) returned += fd_unmap_free(&ctx->groups[g]);
+    for (int32_t g = 0; g < ctx->num_groups; g++)
+        for (int32_t n = 0; n < ctx->num_nodes; n++)
+            chain = fd_detach_free(&ctx->groups[g], &ctx->groups[g].pools[n], chain);
     pthread_mutex_unlock(&ctx->lock);
-    return returned;
+    return chain;
 }
 
 /* ---- sequences ---- */
 
 /* Returns the slot of a new, empty sequence, or a negative code. Structures are reused, never freed before
  * the context, so that a stale table entry can always read the generation. */
-static int32_t fd_seq_new(fd_ctx *ctx) {
+static int32_t fd_seq_new(fd_ctx *ctx, int32_t node) {
     int32_t slot = FD_E_INTERNAL;
     fd_seq *seq;
     pthread_mutex_lock(&ctx->lock);
-    if (ctx->closed) goto out;
+    if (ctx->closed || node < 0 || node >= ctx->num_nodes) goto out;
     if (ctx->num_free_slots) {
         slot = ctx->free_slots[--ctx->num_free_slots];
     } else {
@@ -117,6 +116,7 @@ static int32_t fd_seq_new(fd_ctx *ctx) {
     }
     seq = ctx->seqs[slot];
     seq->alive = 1;
+    seq->node = node;
     seq->length = 0;
     seq->shared_at = 0;
     memset(seq->written, 0, (size_t)ctx->num_layers * sizeof *seq->written);
@@ -190,6 +190,7 @@ static int fd_fork(fd_ctx *ctx, int32_t src_slot, int32_t dst_slot, int64_t leng
     }
     for (int32_t i = 0; i < ctx->num_layers; i++) dst->written[i] = fd_min(src->written[i], length);
     dst->tainted = src->tainted;
+    dst->node = src->node;
     dst->length = length;
     src->shared_at = ++ctx->clock;
     code = FD_OK;

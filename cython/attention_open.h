@@ -1,12 +1,14 @@
 /* Opening and closing a context. Sizes were validated in Python (config.AttentionGeometry). */
 
 static fd_ctx *fd_open(int32_t num_groups, int32_t num_layers, int32_t num_threads, const char *isa) {
-    fd_ctx *ctx = calloc(1, sizeof *ctx);
+    fd_ctx *ctx = aligned_alloc(_Alignof(fd_ctx), sizeof *ctx); /* its size is a multiple of its alignment */
     if (!ctx) return NULL;
+    memset(ctx, 0, sizeof *ctx);
     ctx->isa = fd_find_isa(isa);
     ctx->num_groups = num_groups;
     ctx->num_layers = num_layers;
     ctx->num_threads = num_threads;
+    ctx->num_nodes = 1;
     ctx->groups = calloc((size_t)num_groups, sizeof *ctx->groups);
     ctx->layers = calloc((size_t)num_layers, sizeof *ctx->layers);
     int failed = !ctx->isa || !ctx->groups || !ctx->layers || pthread_mutex_init(&ctx->lock, NULL);
@@ -23,6 +25,16 @@ static fd_ctx *fd_open(int32_t num_groups, int32_t num_layers, int32_t num_threa
     free(ctx->layers);
     free(ctx);
     return NULL;
+}
+
+/* Spreads a context without slabs and sequences over NUMA nodes; 0 when there is no memory. */
+static int fd_set_nodes(fd_ctx *ctx, int32_t num_nodes, int32_t num_cpus, const uint8_t *cpu_nodes) {
+    ctx->cpu_nodes = malloc((size_t)num_cpus);
+    if (!ctx->cpu_nodes) return 0;
+    memcpy(ctx->cpu_nodes, cpu_nodes, (size_t)num_cpus);
+    ctx->num_cpus = num_cpus;
+    ctx->num_nodes = num_nodes;
+    return 1;
 }
 
 static void fd_set_group(fd_ctx *ctx, int32_t g, int32_t num_layers, int32_t num_q_heads, int32_t num_kv_heads,
@@ -77,9 +89,10 @@ static void fd_free_table(fd_ctx *ctx, fd_table *table) {
     *table = (fd_table){0};
 }
 
-/* Frees all memory but the context itself, which says "closed" to callers that still hold its address. */
-static int64_t fd_close(fd_ctx *ctx) {
-    int64_t returned = 0;
+/* Frees all memory but the context itself, which says "closed" to callers that still hold its address.
+ * Returns all slabs, as fd_trim does. */
+static fd_slab *fd_close(fd_ctx *ctx) {
+    fd_slab *returned = NULL;
     pthread_mutex_lock(&ctx->lock); /* waits for a running attend */
     if (ctx->closed) goto out;
     ctx->closed = 1;
@@ -90,9 +103,12 @@ static int64_t fd_close(fd_ctx *ctx) {
     }
     for (int32_t g = 0; g < ctx->num_groups; g++) {
         fd_group *group = &ctx->groups[g];
-        for (int64_t i = 0; i < group->num_slabs; i++) group->slabs[i]->num_used = 0;
-        returned += fd_unmap_free(group);
-        free(group->slabs);
+        for (int32_t n = 0; n < ctx->num_nodes; n++) {
+            fd_pool *pool = &group->pools[n];
+            for (int64_t i = 0; i < pool->num_slabs; i++) pool->slabs[i]->num_used = 0;
+            returned = fd_detach_free(group, pool, returned);
+            free(pool->slabs);
+        }
         group->num_used = 0;
     }
     for (int i = 0; i < FD_TABLES; i++) fd_free_table(ctx, &ctx->tables[i]);
@@ -109,7 +125,10 @@ out:
 }
 
 static void fd_destroy(fd_ctx *ctx) {
-    fd_close(ctx);
+    for (fd_slab *slab = fd_close(ctx), *next; slab; slab = next) {
+        next = slab->next;
+        free(slab);
+    }
     pthread_mutex_destroy(&ctx->lock);
     for (int32_t g = 0; g < ctx->num_groups; g++) {
         free(ctx->groups[g].sinks);
@@ -117,5 +136,6 @@ static void fd_destroy(fd_ctx *ctx) {
     }
     free(ctx->groups);
     free(ctx->layers);
+    free(ctx->cpu_nodes);
     free(ctx);
 }

@@ -23,8 +23,7 @@ typedef struct {
     const char *qkv;
     char *out;
     uint8_t *row_status;
-    int64_t num_items, grain;
-    _Atomic int64_t next;
+    int64_t grain; /* items that a thread takes at once from one of ctx->ranges */
 } fd_job;
 
 enum { FD_READ_PIECE = 1 << 20, FD_FMA_ROUNDS = 1 << 14 };
@@ -128,10 +127,15 @@ static void fd_run_job(fd_job *job, int64_t num_items, int write_only) {
     /* a thread is worth waking for about 64 KiB of KV; few items per grab, but not one atomic per tiny item */
     int64_t nbytes = job->plan->num_tokens / group->heads_per_kv * group->num_kv_heads * (int64_t)group->row_bytes * 2;
     int threads = (int)fd_min(fd_min(ctx->num_threads, num_items), 1 + (nbytes >> 16));
-    job->num_items = num_items;
     job->write_only = write_only;
     job->grain = fd_max(1, fd_min(16, num_items / (threads * 8)));
-    atomic_store_explicit(&job->next, 0, memory_order_relaxed);
+    for (int32_t n = 0; n < ctx->num_nodes; n++) {
+        /* entries, unlike units, do not lie node by node: whoever is first writes them all */
+        int64_t first = write_only ? n ? num_items : 0 : job->plan->node_units[n] * group->num_kv_heads;
+        int64_t stop = write_only ? num_items : job->plan->node_units[n + 1] * group->num_kv_heads;
+        ctx->ranges[n].stop = stop;
+        atomic_store_explicit(&ctx->ranges[n].next, first, memory_order_relaxed);
+    }
     team_run(threads, ctx->isa->body, job);
 }
 

@@ -43,13 +43,17 @@ static int fd_check_lines(fd_ctx *ctx, int32_t n, const fd_line *lines, const in
 }
 
 /* Counts the blocks that the step needs beyond the free ones: a rehearsal of fd_commit_blocks() that takes
- * references away as that would, and gives them back at the end. */
-static int fd_rehearse(fd_ctx *ctx, int32_t n, const fd_line *lines, const int32_t *slots, int64_t *missing) {
+ * references away as that would, and gives them back at the end. Of each group, missing[] tells what is missing on
+ * each node and, last, on all together; without `spill` no node may be short. */
+static int fd_rehearse(fd_ctx *ctx, int32_t n, const fd_line *lines, const int32_t *slots, int32_t spill,
+                       int64_t *missing) {
+    const int32_t nodes = ctx->num_nodes;
     int short_of = 0;
-    for (int32_t g = 0; g < ctx->num_groups; g++) {
+    for (int32_t g = 0; g < ctx->num_groups; g++, missing += nodes + 1) {
         const fd_group *group = &ctx->groups[g];
-        int64_t freed = 0, needed = 0, journal = 0;
+        int64_t journal = 0;
         int failed = 0;
+        for (int32_t k = 0; k < nodes; k++) missing[k] = -group->pools[k].num_free;
         for (int32_t i = 0; i < n && !failed; i++) {
             fd_list *list = &ctx->seqs[slots[i]]->lists[g];
             int64_t blocks = fd_blocks_for(group, (int64_t)lines[i].kv_len_before + lines[i].q_len);
@@ -57,13 +61,14 @@ static int fd_rehearse(fd_ctx *ctx, int32_t n, const fd_line *lines, const int32
             failed |= !fd_reserve(&ctx->journal, &ctx->cap_journal, journal + list->num, sizeof *ctx->journal);
             for (int64_t b = blocks; b < list->num && !failed; b++) {
                 ctx->journal[journal++] = list->blocks[b];
-                freed += !--list->blocks[b]->refs;
+                missing[list->blocks[b]->slab->node] -= !--list->blocks[b]->refs;
             }
         }
         for (int32_t i = 0; i < n && !failed; i++) {
             fd_list *list = &ctx->seqs[slots[i]]->lists[g];
             int64_t start = (int64_t)lines[i].kv_len_before, stop = start + lines[i].q_len, begin = 0;
-            needed += fd_max(0, fd_blocks_for(group, stop) - list->num);
+            int64_t *needed = &missing[ctx->seqs[slots[i]]->node];
+            *needed += fd_max(0, fd_blocks_for(group, stop) - list->num);
             int64_t count = fd_written_blocks(group, start, stop, &begin);
             failed |= !fd_reserve(&ctx->journal, &ctx->cap_journal, journal + count, sizeof *ctx->journal);
             for (int64_t b = begin; b < begin + count && !failed; b++) {
@@ -71,13 +76,19 @@ static int fd_rehearse(fd_ctx *ctx, int32_t n, const fd_line *lines, const int32
                 if (at >= list->num || list->blocks[at]->refs < 2) continue;
                 ctx->journal[journal++] = list->blocks[at];
                 list->blocks[at]->refs--;
-                needed++;
+                ++*needed;
             }
         }
         while (journal) ctx->journal[--journal]->refs++;
         if (failed) return FD_E_INTERNAL;
-        missing[g] = fd_max(0, needed - freed - group->num_free);
-        short_of |= missing[g] > 0;
+        missing[nodes] = 0;
+        for (int32_t k = 0; k < nodes; k++) {
+            missing[nodes] += missing[k];
+            missing[k] = fd_max(0, missing[k]);
+            short_of |= !spill && missing[k];
+        }
+        missing[nodes] = fd_max(0, missing[nodes]);
+        short_of |= missing[nodes] > 0;
     }
     return short_of ? FD_E_CACHE_FULL : FD_OK;
 }
@@ -95,18 +106,19 @@ static void fd_commit_blocks(fd_ctx *ctx, int32_t n, const fd_line *lines, const
         }
         for (int32_t i = 0; i < n; i++) {
             fd_list *list = &ctx->seqs[slots[i]]->lists[g];
+            const int32_t node = ctx->seqs[slots[i]]->node;
             int64_t start = (int64_t)lines[i].kv_len_before, stop = start + lines[i].q_len, begin = 0;
             int64_t count = fd_written_blocks(group, start, stop, &begin);
             for (int64_t b = begin; b < begin + count; b++) {
                 int64_t at = fd_list_index(group, b);
                 if (at >= list->num || list->blocks[at]->refs < 2) continue;
                 fd_block *shared = list->blocks[at];
-                list->blocks[at] = fd_take(group);
+                list->blocks[at] = fd_take(group, node);
                 memcpy(list->blocks[at]->data, shared->data, group->block_bytes);
                 fd_drop(group, shared);
             }
             int64_t blocks = fd_blocks_for(group, stop);
-            while (list->num < blocks) list->blocks[list->num++] = fd_take(group);
+            while (list->num < blocks) list->blocks[list->num++] = fd_take(group, node);
         }
     }
     for (int32_t i = 0; i < n; i++) {
@@ -152,9 +164,13 @@ static inline int64_t fd_partial_floats(const fd_group *group) { return group->h
 static int fd_plan_group(fd_ctx *ctx, const fd_group *group, const fd_table *table, fd_plan *plan) {
     plan->num_units = plan->num_partials = plan->num_tokens = 0;
     plan->split_writes = 0;
-    for (int32_t i = 0; i < table->num_entries; i++) {
-        const fd_entry *entry = &table->entries[i];
-        if (entry->q_len && !(entry->flags & FD_UPLOAD) && !fd_plan_entry(group, plan, i, entry)) return 0;
+    for (int32_t node = 0; node < ctx->num_nodes; node++) {
+        for (int32_t i = 0; i < table->num_entries; i++) {
+            const fd_entry *entry = &table->entries[i];
+            if (entry->seq->node != node || !entry->q_len || entry->flags & FD_UPLOAD) continue;
+            if (!fd_plan_entry(group, plan, i, entry)) return 0;
+        }
+        plan->node_units[node + 1] = plan->num_units;
     }
     int64_t pending = plan->num_units * group->num_kv_heads;
     if (!fd_reserve(&plan->pending, &plan->cap_pending, pending, sizeof *plan->pending)) return 0;
@@ -179,17 +195,17 @@ static int fd_stage(fd_ctx *ctx, fd_table *table, int32_t n, const fd_line *line
     return FD_OK;
 }
 
-/* Arms a table (or, with table -1, only makes room). On FD_E_CACHE_FULL missing[g] says how many blocks
- * each group lacks; on other codes *bad is the offending line, or -1. Nothing has changed then. */
+/* Arms a table (or, with table -1, only makes room). On FD_E_CACHE_FULL missing[] says how many blocks
+ * each group lacks, as fd_rehearse does; on other codes *bad is the offending line, or -1. Nothing has changed then. */
 static int fd_begin(fd_ctx *ctx, int32_t index, uint32_t step, int32_t n, const fd_line *lines,
-                    const int32_t *slots, int64_t *missing, int32_t *bad) {
+                    const int32_t *slots, int32_t spill, int64_t *missing, int32_t *bad) {
     int code = FD_E_TABLE;
     *bad = -1;
     pthread_mutex_lock(&ctx->lock);
     if (ctx->closed || index < -1 || index >= FD_TABLES) goto out;
     code = fd_check_lines(ctx, n, lines, slots, bad);
     if (code) goto out;
-    code = fd_rehearse(ctx, n, lines, slots, missing);
+    code = fd_rehearse(ctx, n, lines, slots, spill, missing);
     if (code) goto out;
     if (index >= 0) code = fd_stage(ctx, &ctx->staging, n, lines, slots);
     if (code) goto out;

@@ -203,10 +203,12 @@ static void ISA(body)(void *arg, int tid) {
     s.merged = s.acc + dims;
     s.scores = s.merged + dims;
     s.row = s.scores + FD_VECTORS * FD_SCORES;
-    for (;;) {
-        int64_t item = atomic_fetch_add_explicit(&job->next, job->grain, memory_order_relaxed);
-        int64_t stop = fd_min(item + job->grain, job->num_items);
-        if (item >= stop) return;
+    const int32_t home = fd_home(ctx);
+    for (int32_t n = 0; n < ctx->num_nodes;) { /* the work of the own node first, then what is left of the others' */
+        fd_range *range = &job->ctx->ranges[(home + n) % ctx->num_nodes];
+        int64_t item = atomic_fetch_add_explicit(&range->next, job->grain, memory_order_relaxed);
+        int64_t stop = fd_min(item + job->grain, range->stop);
+        n += item >= stop;
         for (; item < stop; item++) {
             int kv_head = (int)(item % heads);
             if (!job->write_only) {

@@ -11,6 +11,10 @@
  *     of a layer, then sleeps;
  *   - a second caller finds the team busy and runs its region alone: sessions of several engines do not
  *     oversubscribe the cores.
+ *
+ * On a machine of several NUMA nodes the helpers are bound to the CPUs of one node each: a node's team are the
+ * members that run there. A body that has work for each node asks where it is, does that node's, then helps the
+ * others out (nobody promises that a helper of each node shows up).
  */
 #ifndef FASTDECODE_TEAM_POOL_H
 #define FASTDECODE_TEAM_POOL_H
@@ -21,6 +25,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -31,11 +36,19 @@
 #include "team.h"
 
 #define TEAM_MAX_THREADS 256
+#define TEAM_CPU_WORDS 128 /* 8192 CPUs */
 #define TEAM_SPIN_NS 100000
 
 /* state: low 16 bits helpers that joined, bit 16 open, high 32 bits generation */
 #define TEAM_OPEN (1ull << 16)
 #define TEAM_JOINED(state) ((state) & 0xffffu)
+
+/* Helper number i, from 1 on. */
+typedef struct {
+    _Atomic pid_t thread;           /* 0: has not begun */
+    _Atomic(const uint64_t *) cpus; /* mask of TEAM_CPU_WORDS: where it may run; NULL: where the process may */
+    uint32_t seen;                  /* the generation when it was started */
+} team_helper;
 
 static struct {
     _Atomic uint64_t state;
@@ -48,6 +61,7 @@ static struct {
     void *arg;
     _Atomic int busy;
     int num_helpers;           /* started; changed by the busy caller only */
+    team_helper helpers[TEAM_MAX_THREADS];
 } team_pool;
 
 static inline void team_futex_wait(_Atomic uint32_t *word, uint32_t value) {
@@ -94,8 +108,24 @@ static void team_await(uint32_t seen) {
     atomic_fetch_sub(&team_pool.sleepers, 1);
 }
 
-static void *team_helper(void *first) {
-    uint32_t seen = (uint32_t)(uintptr_t)first;
+/* Binds a helper that runs to its CPUs. Those may be gone meanwhile: then it stays where the system lets it. */
+static void team_bind_helper(team_helper *helper) {
+    const uint64_t *cpus = atomic_load(&helper->cpus);
+    pid_t thread = atomic_load(&helper->thread);
+    if (cpus && thread) syscall(SYS_sched_setaffinity, thread, TEAM_CPU_WORDS * sizeof *cpus, cpus);
+}
+
+/* From now on helper `number` runs on these CPUs only; the mask stays where it is. */
+static void team_pool_place(int number, const uint64_t *cpus) {
+    atomic_store(&team_pool.helpers[number].cpus, cpus);
+    team_bind_helper(&team_pool.helpers[number]);
+}
+
+static void *team_help(void *argument) {
+    team_helper *self = argument;
+    uint32_t seen = self->seen;
+    atomic_store(&self->thread, (pid_t)syscall(SYS_gettid));
+    team_bind_helper(self);
     for (;;) {
         team_await(seen);
         seen = atomic_load(&team_pool.wake);
@@ -111,6 +141,7 @@ static void *team_helper(void *first) {
 /* After a fork the child has no helpers: it starts its own. */
 static void team_after_fork(void) {
     team_pool.num_helpers = 0;
+    for (int i = 0; i < TEAM_MAX_THREADS; i++) atomic_store(&team_pool.helpers[i].thread, 0);
     atomic_store(&team_pool.sleepers, 0);
     atomic_store(&team_pool.busy, 0);
     atomic_store(&team_pool.state, 0);
@@ -124,10 +155,12 @@ static void team_grow(int num_helpers) {
     sigset_t all, before;
     sigfillset(&all); /* signals belong to the threads of the program */
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    uintptr_t seen = atomic_load(&team_pool.wake);
+    uint32_t seen = atomic_load(&team_pool.wake);
     for (; team_pool.num_helpers < num_helpers; team_pool.num_helpers++) {
         pthread_t thread;
-        if (pthread_create(&thread, 0, team_helper, (void *)seen)) break;
+        team_helper *helper = &team_pool.helpers[team_pool.num_helpers + 1];
+        helper->seen = seen;
+        if (pthread_create(&thread, 0, team_help, helper)) break;
         pthread_detach(thread);
     }
     pthread_sigmask(SIG_SETMASK, &before, 0);

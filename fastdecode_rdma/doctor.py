@@ -15,10 +15,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from fastdecode_rdma import __version__
+from fastdecode_rdma import __version__, numa, pages
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.isa import ISA_VARIABLE, UNPROVEN
 from fastdecode_rdma.worker import limits
+from fastdecode_rdma.worker.memory import SLAB_BYTES, SlabPool
 
 ROOT = Path("/")
 
@@ -116,7 +117,8 @@ def _text(path: Path) -> str | None:
 
 
 def find_huge_pages(root: Path = ROOT) -> dict[str, Any]:
-    """Returns the mode of transparent huge pages and the number of reserved ones."""
+    """Returns the mode of transparent huge pages, the reserved ones, in pages and in bytes that are
+    free, and what KV memory lies on."""
     modes = _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     chosen = [mode.strip("[]") for mode in modes.split() if mode.startswith("[")]
     reserved = [
@@ -128,7 +130,8 @@ def find_huge_pages(root: Path = ROOT) -> dict[str, Any]:
     return {
         "transparent": mode,
         "reserved": reserved[0] if reserved else 0,
-        "used": mode in ("always", "madvise"),
+        "free_bytes": limits.free_huge_bytes(root),
+        "used": limits.page_kind(SLAB_BYTES, root),
     }
 
 
@@ -141,12 +144,23 @@ def find_memlock() -> dict[str, int | None]:
     return {"soft": soft, "hard": hard}
 
 
-def find_numa(root: Path = ROOT) -> dict[str, str]:
-    """Returns the CPUs of each NUMA node."""
-    nodes = {}
+def find_numa(root: Path = ROOT) -> dict[str, Any]:
+    """Returns the CPUs of each NUMA node; those of each that gets a pool and a team of its own; and
+    what, if anything, keeps memory from being bound to them."""
+    cpus = {}
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
-        nodes[folder.name] = _text(folder / "cpulist") or ""
-    return nodes
+        cpus[folder.name] = _text(folder / "cpulist") or ""
+    facts: dict[str, Any] = {"nodes": cpus, "used": [], "note": None}
+    try:
+        nodes = numa.find_nodes(root)
+    except FastDecodeError as exc:
+        return facts | {"note": str(exc)}
+    facts["used"] = [numa.format_cpus(node.cpus) for node in nodes]
+    for node in nodes if len(nodes) > 1 else ():
+        pool = SlabPool(pages.SMALL_BYTES, node)
+        pool.give(pool.take(pages.SMALL_BYTES))
+        facts["note"] = pool.binding_error or facts["note"]
+    return facts
 
 
 def find_verbs(root: Path = ROOT) -> dict[str, Any]:
@@ -186,13 +200,19 @@ def what_is_used(facts: dict[str, Any]) -> dict[str, str]:
         attention = f"{kernel['isa']} kernel, {facts['threads']['default']} threads"
     default = memory["default"]
     cache = "pass --memory" if default is None else limits.format_memory(default)
-    pages = "huge pages where the system gives them" if huge["used"] else "small pages"
     return {
         "dense layers": engine,
         "attention": attention,
-        "KV-cache": f"{cache} ({memory['reason']}), {pages}",
+        "KV-cache": f"{cache} ({memory['reason']}), {huge['used']} pages",
         "transport": "tcp",
     }
+
+
+def _numa_line(facts: dict[str, Any]) -> str:
+    text = "; ".join(f"{name}: CPUs {cpus}" for name, cpus in facts["nodes"].items()) or "unknown"
+    if len(facts["used"]) > 1:
+        text += f"; a pool and a team each for CPUs {', '.join(facts['used'])}"
+    return text if facts["note"] is None else f"{text}; {facts['note']}"
 
 
 def _amount(nbytes: int | None, absent: str) -> str:
@@ -231,13 +251,17 @@ def format_lines(facts: dict[str, Any]) -> str:
             f"{_amount(memory['available'], 'unknown')} available, "
             f"cgroup limit {_amount(memory['cgroup_limit'], 'none')}",
         ),
-        ("huge pages", f"transparent {huge['transparent']}, {huge['reserved']} reserved"),
+        (
+            "huge pages",
+            f"transparent {huge['transparent']}, {huge['reserved']} reserved"
+            f" ({limits.format_memory(huge['free_bytes'])} free)",
+        ),
         (
             "memlock",
             f"{_amount(memlock['soft'], 'unlimited')}, "
             f"at most {_amount(memlock['hard'], 'unlimited')}",
         ),
-        ("NUMA", "; ".join(f"{k}: CPUs {v}" for k, v in facts["numa"].items()) or "unknown"),
+        ("NUMA", _numa_line(facts["numa"])),
         ("RDMA", ", ".join(verbs["devices"]) or "no device"),
         *((f"use: {name}", text) for name, text in facts["used"].items()),
     ]

@@ -63,7 +63,7 @@ def start_workers(tmp_path: Path) -> Iterator[Callable[..., list[WorkerProcess]]
             ready_files.append(tmp_path / f"ready{len(started) + len(processes)}")
             command = [sys.executable, "-m", "fastdecode_rdma.cli", "worker"]
             command += ["--listen", "127.0.0.1:0", "--memory", memory, "--threads", str(threads)]
-            command += ["--ready-file", str(ready_files[-1])]
+            command += ["--no-touch", "--ready-file", str(ready_files[-1])]
             processes.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL))
         mine = []
         for process, ready in zip(processes, ready_files, strict=True):

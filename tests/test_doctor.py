@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fastdecode_rdma import __version__, cli, doctor
+from fastdecode_rdma import __version__, cli, doctor, numa
 from fastdecode_rdma.worker import machinery
 
 
@@ -107,6 +107,7 @@ def test_a_machine_with_everything(make_root):
     root = make_root(
         {
             "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+            "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "9\n",
             "proc/meminfo": "MemAvailable: 1048576 kB\nHugePages_Total:      12\n",
             "proc/self/cgroup": "0::/\n",
             "sys/fs/cgroup/memory.max": "536870912\n",
@@ -118,8 +119,10 @@ def test_a_machine_with_everything(make_root):
             "dev/infiniband/uverbs0": "",
         }
     )
-    assert doctor.find_huge_pages(root) == {"transparent": "madvise", "reserved": 12, "used": True}
-    assert doctor.find_numa(root) == {"node0": "0-3", "node1": "4-7"}
+    huge = {"transparent": "madvise", "reserved": 12, "free_bytes": 9 << 21}
+    assert doctor.find_huge_pages(root) == huge | {"used": "transparent 2MiB"}
+    nodes = {"node0": "0-3", "node1": "4-7"}
+    assert doctor.find_numa(root) == {"nodes": nodes, "used": [], "note": None}
     assert doctor.find_verbs(root) == {"devices": ["mlx5_0"], "openable": True}
     assert doctor.find_threads(root)["cgroup_cpus"] == 1.5
     memory = doctor.find_memory(root)
@@ -128,11 +131,29 @@ def test_a_machine_with_everything(make_root):
 
 
 def test_a_machine_with_nothing(tmp_path):
-    assert doctor.find_huge_pages(tmp_path) == {"transparent": None, "reserved": 0, "used": False}
-    assert doctor.find_numa(tmp_path) == {}
+    huge = {"transparent": None, "reserved": 0, "free_bytes": 0, "used": "small"}
+    assert doctor.find_huge_pages(tmp_path) == huge
+    assert doctor.find_numa(tmp_path) == {"nodes": {}, "used": [], "note": None}
     assert doctor.find_verbs(tmp_path) == {"devices": [], "openable": False}
     assert doctor.find_memory(tmp_path)["default"] is None
     assert doctor.find_threads(tmp_path)["default"] >= 1
+
+
+def test_numa_nodes_that_are_used(make_root, monkeypatch):
+    one = min(os.sched_getaffinity(0))
+    files = {"sys/devices/system/node/node0/cpulist": f"{one}\n"}
+    root = make_root(files | {"sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 9 kB\n"})
+    assert doctor.find_numa(root)["used"][0].startswith(str(one))
+    monkeypatch.setenv("FASTDECODE_NUMA_NODES", "none")
+    facts = doctor.find_numa(root)
+    assert facts["used"] == [] and "FASTDECODE_NUMA_NODES" not in facts["nodes"]
+    assert "'none'" in facts["note"]
+    nodes = (numa.Node(0, (0,)), numa.Node(1000, (1,)))
+    monkeypatch.setattr(numa, "find_nodes", lambda root: nodes)
+    facts = doctor.find_numa(root)
+    assert facts["used"] == ["0", "1"] and "mbind to NUMA node 1000" in facts["note"]
+    line = doctor._numa_line(facts)
+    assert "a pool and a team each for CPUs 0, 1; mbind" in line
 
 
 def test_an_unlimited_memlock_is_told_from_a_number(monkeypatch):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastdecode_rdma.config import AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.isa import ISAS, choose_isa
+from fastdecode_rdma.numa import Node, helper_nodes
+from fastdecode_rdma.pages import cpu_mask
 from fastdecode_rdma.worker.kv_dtypes import kv_dtype
 
 try:
@@ -19,6 +23,7 @@ BLOCK_TOKENS: int = _attention.BLOCK_TOKENS
 SEGMENT_TOKENS: int = _attention.SEGMENT_TOKENS
 NUM_TABLES: int = _attention.NUM_TABLES
 BUILT_ISAS: tuple[str, ...] = _attention.ISA_NAMES
+MAX_NODES: int = _attention.MAX_NODES
 RING_SLACK = 64
 """Tokens that a window group keeps beyond its window, so that a step can shorten a sequence."""
 
@@ -66,8 +71,31 @@ def block_bytes(geometry: AttentionGeometry, group: KVGroup) -> int:
     return 2 * len(group.layers) * BLOCK_TOKENS * row
 
 
-def open_context(geometry: AttentionGeometry, num_threads: int, isa: str) -> _attention.Context:
-    """Returns the C side of a session; `isa` comes from select_isa().
+def _cpu_nodes(nodes: Sequence[Node]) -> bytes:
+    """The node (an index) of each CPU, from CPU 0 on; nothing when there is one node."""
+    if len(nodes) < 2:
+        return b""
+    table = bytearray(max(cpu for node in nodes for cpu in node.cpus) + 1)
+    for index, node in enumerate(nodes):
+        for cpu in node.cpus:
+            table[cpu] = index
+    return bytes(table)
+
+
+def place_team(nodes: Sequence[Node]) -> None:
+    """Binds the helpers of the process's team to nodes, spread as their CPUs are: a node's team."""
+    masks = [cpu_mask(node.cpus, _team.MASK_BYTES) for node in nodes]
+    # number 0 is whoever calls: nobody's to bind, but counted
+    for number, index in enumerate(helper_nodes(nodes, _team.MAX_THREADS)):
+        if number:
+            _team.place(number, masks[index])
+
+
+def open_context(
+    geometry: AttentionGeometry, num_threads: int, isa: str, nodes: Sequence[Node] = ()
+) -> _attention.Context:
+    """Returns the C side of a session; `isa` comes from select_isa(). Two or more `nodes` each have
+    their sequences and their share of the process's team.
 
     Raises:
         ConfigError: fewer than one thread.
@@ -88,6 +116,8 @@ def open_context(geometry: AttentionGeometry, num_threads: int, isa: str) -> _at
         for group in geometry.groups
     ]
     _attention.bind_team(_team.address())
+    if len(nodes) > 1:
+        place_team(nodes)
     return _attention.Context(
         groups,
         geometry.num_layers,
@@ -99,4 +129,5 @@ def open_context(geometry: AttentionGeometry, num_threads: int, isa: str) -> _at
         geometry.max_model_len,
         geometry.scale,
         geometry.softcap or 0.0,
+        _cpu_nodes(nodes),
     )

@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="kernel threads (default: the physical cores)"
     )
+    parser.add_argument(
+        "--touch",
+        action=argparse.BooleanOptionalAction,
+        help="take all memory at the start, page by page, and keep it; without, it is taken when "
+        "sequences need it and given back after them (default: --touch if --memory is given)",
+    )
     parser.add_argument("--ready-file", metavar="FILE", help="write the ready line to FILE as well")
     access = parser.add_mutually_exclusive_group()
     access.add_argument(
@@ -114,8 +120,9 @@ def make_server(args: argparse.Namespace) -> WorkerServer:
     """
     from fastdecode_rdma.wire.address import parse_address
     from fastdecode_rdma.worker import limits
-    from fastdecode_rdma.worker.kvcache import MemoryBudget
     from fastdecode_rdma.worker.machinery import kernel_facts, real_machinery
+    from fastdecode_rdma.worker.memory import MemoryBudget
+    from fastdecode_rdma.worker.preparation import find_nodes
     from fastdecode_rdma.worker.server import WorkerConfig, WorkerServer
 
     host, port = parse_address(args.listen)
@@ -146,7 +153,11 @@ def make_server(args: argparse.Namespace) -> WorkerServer:
         seg_tokens=facts.seg_tokens,
         token=token,
     )
-    return WorkerServer(config, MemoryBudget(memory.value), real_machinery())
+    nodes, said = find_nodes(threads.value)
+    if said:
+        print(said)
+    budget = MemoryBudget(memory.value, nodes)
+    return WorkerServer(config, budget, real_machinery())
 
 
 def ready_line(server: WorkerServer) -> str:
@@ -194,6 +205,20 @@ def run(args: argparse.Namespace) -> int:
         return _serve(args)
 
 
+def _prepare_memory(args: argparse.Namespace, server: WorkerServer) -> None:
+    from fastdecode_rdma.worker.preparation import prepare_memory
+
+    said = prepare_memory(
+        server.budget,
+        server.config.num_threads,
+        touch=args.touch,
+        is_named=args.memory is not None,
+        is_stopped=lambda: server.stopping,
+    )
+    if not server.stopping:
+        print(said)
+
+
 def _serve(args: argparse.Namespace) -> int:
     ready_file = None if args.ready_file is None else Path(args.ready_file)
     if ready_file is not None:
@@ -210,10 +235,12 @@ def _serve(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     try:
-        line = ready_line(server)
-        if ready_file is not None:
-            _write_ready_file(ready_file, line)
-        print(line, flush=True)
+        _prepare_memory(args, server)
+        if not server.stopping:
+            line = ready_line(server)
+            if ready_file is not None:
+                _write_ready_file(ready_file, line)
+            print(line, flush=True)
         server.serve_forever()
     finally:
         closed = server.close(CLOSE_TIMEOUT_S)

@@ -1,12 +1,12 @@
-"""KV memory: the worker's budget, and one session's sequences, blocks and slabs.
+"""KV memory of one session: sequences, blocks and slabs.
 
 The blocks themselves, their reference counts and tables live in C (cython/attention_kv.h); this
-side maps handles to slots, buys slabs from the budget and words the errors.
+side maps handles to slots, chooses a NUMA node for each sequence, buys slabs from the budget and
+words the errors.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,53 +26,11 @@ from fastdecode_rdma.worker.kv_ranges import (
     parse_range,
     token_bytes,
 )
-
-SLAB_BYTES = 64 << 20
-"""What a pool buys at once: 32 huge pages, few mappings even for a terabyte."""
+from fastdecode_rdma.worker.memory import SLAB_BYTES, MemoryBudget
 
 SLAB_SHARE = 64
-"""... but no more than this fraction of the budget, so that pools do not starve each other."""
-
-
-class MemoryBudget:
-    """Bytes that all sessions of a worker share. Thread-safe."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._used_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
-
-    def reserve(self, nbytes: int) -> None:
-        """Takes bytes from the budget.
-
-        Raises:
-            CacheFullError: they are not there.
-        """
-        with self._lock:
-            free = self.limit_bytes - self._used_bytes
-            if nbytes > free:
-                raise CacheFullError(
-                    f"the KV-cache needs {nbytes} more bytes, {free} of {self.limit_bytes} are "
-                    "free",
-                    needed_bytes=nbytes,
-                    free_bytes=free,
-                )
-            self._used_bytes += nbytes
-
-    def release(self, nbytes: int) -> None:
-        """Gives bytes back.
-
-        Raises:
-            ValueError: more than was reserved.
-        """
-        with self._lock:
-            if not 0 <= nbytes <= self._used_bytes:
-                raise ValueError(f"release of {nbytes} bytes, {self._used_bytes} are reserved")
-            self._used_bytes -= nbytes
+"""A slab is no larger than this fraction of the budget: groups and sessions must not starve each
+other."""
 
 
 def kv_blocks(geometry: AttentionGeometry, length: int) -> tuple[int, ...]:
@@ -113,17 +71,23 @@ class KVCache:
     def __init__(
         self, geometry: AttentionGeometry, budget: MemoryBudget, *, num_threads: int, isa: str
     ) -> None:
-        self.context = open_context(geometry, num_threads, isa)
+        self.context = open_context(geometry, num_threads, isa, budget.nodes)
         self._geometry = geometry
         self._budget = budget
         self._slots: dict[int, int] = {}
-        self._missing = np.zeros(len(geometry.groups), dtype=np.int64)
+        # blocks that a step lacks: [group, node], and of all nodes together last
+        self._missing = np.zeros((len(geometry.groups), len(budget.pools) + 1), dtype=np.int64)
         self._block_bytes = [block_bytes(geometry, group) for group in geometry.groups]
         self._closed = False
 
     @property
     def num_sequences(self) -> int:
         return len(self._slots)
+
+    @property
+    def page_kind(self) -> str:
+        """What the memory lies on, in words."""
+        return self._budget.page_kind()
 
     def usage(self) -> tuple[GroupUsage, ...]:
         """Returns the blocks of each KV group."""
@@ -163,12 +127,33 @@ class KVCache:
                     f"{entries['kv_len_before'][i]} cached tokens of it",
                 )
         created = list(dict.fromkeys(handles[i] for i in fresh))
-        for handle in created:
-            known[handle] = self._new_slot()
+        nodes = self._choose_nodes(entries["q_len"][fresh])
+        for handle, node in zip(created, nodes, strict=False):
+            known[handle] = self._new_slot(node)
         return created
 
-    def _new_slot(self) -> int:
-        slot = self.context.new_sequence()
+    def _choose_nodes(self, lengths: np.ndarray) -> list[int]:
+        """Returns a node for each new sequence: the one with most free memory once those before it
+        have theirs."""
+        if not self._budget.nodes:
+            return [0] * len(lengths)
+        free = self.node_free_bytes()
+        nodes = []
+        for length in lengths.tolist():
+            nodes.append(max(range(len(free)), key=free.__getitem__))
+            free[nodes[-1]] -= kv_bytes(self._geometry, length)
+        return nodes
+
+    def node_free_bytes(self) -> list[int]:
+        """Returns the bytes that new blocks may still take, for each node."""
+        free = [self._budget.free_bytes(node) for node in range(len(self._budget.pools))]
+        for group, nbytes in enumerate(self._block_bytes):
+            for node, blocks in enumerate(self.context.free_blocks(group)):
+                free[node] += blocks * nbytes
+        return free
+
+    def _new_slot(self, node: int = 0) -> int:
+        slot = self.context.new_sequence(node)
         if slot < 0:
             raise StepRefusedError(StepCode(slot), "no memory for a sequence, or session closed")
         return slot
@@ -181,6 +166,7 @@ class KVCache:
                 len(entries),
                 entries.ctypes.data,
                 slots.ctypes.data,
+                attempt,
                 self._missing.ctypes.data,
             )
             if code == StepCode.OK:
@@ -202,39 +188,52 @@ class KVCache:
         return f"step entry {bad} {entries[bad]}: {what}" if bad >= 0 else what
 
     def _buy_slabs(self) -> None:
-        """Buys the blocks that the C side found missing, in slabs as large as the budget allows.
+        """Buys the blocks that the C side found missing, in slabs as large as the budget allows:
+        those of each node's sequences on that node, and elsewhere what it has no room for.
 
         Raises:
             CacheFullError: not even the missing blocks fit; slabs just bought are still empty.
         """
         missing = self._missing.tolist()
-        needed = sum(n * nbytes for n, nbytes in zip(missing, self._block_bytes, strict=True))
-        free = self._budget.limit_bytes - self._budget.used_bytes
-        for group, count in enumerate(missing):
-            nbytes = self._block_bytes[group]
-            wanted = min(SLAB_BYTES, self._budget.limit_bytes // SLAB_SHARE) // nbytes
-            # a bigger slab only if the other groups' missing blocks still fit beside it
-            wanted = max(count, min(wanted, (free - needed) // nbytes + count))
-            if not count:
-                continue
-            try:
-                self._budget.reserve(wanted * nbytes)
-            except CacheFullError as exc:
+        needed = sum(
+            row[-1] * nbytes for row, nbytes in zip(missing, self._block_bytes, strict=True)
+        )
+        spare = self._budget.free_bytes() - needed
+        for group, (*counts, total) in enumerate(missing):
+            for node, count in enumerate(counts):
+                bought = self._buy_slab(group, node, count, total, spare)
+                spare -= max(0, bought - total) * self._block_bytes[group]
+                total = max(0, total - bought)
+            for node in range(len(counts)):
+                total -= self._buy_slab(group, node, total, total, 0)
+            if total > 0:
+                free = self._budget.free_bytes()
                 raise CacheFullError(
                     f"the step needs {needed} more bytes of KV-cache, {free} of "
                     f"{self._budget.limit_bytes} are free",
                     needed_bytes=needed,
                     free_bytes=free,
-                ) from exc
-            if self.context.add_slab(group, wanted) != StepCode.OK:
-                self._budget.release(wanted * nbytes)
-                raise CacheFullError(
-                    f"the system gave no {wanted * nbytes} bytes for the KV-cache",
-                    needed_bytes=needed,
-                    free_bytes=free,
                 )
-            free -= wanted * nbytes
-            needed -= count * nbytes
+
+    def _buy_slab(self, group: int, node: int, count: int, total: int, spare: int) -> int:
+        """Buys up to `count` blocks of a group on a node, or more to fill a slab; returns how many.
+        `total` of them must be, the others only if `spare` bytes pay for them: other groups'
+        missing blocks have to fit beside them."""
+        nbytes = self._block_bytes[group]
+        if count < 1:
+            return 0
+        slab_bytes = min(SLAB_BYTES, self._budget.limit_bytes // SLAB_SHARE)
+        must = min(count, total)
+        wanted = min(max(count, slab_bytes // nbytes), must + max(0, spare) // nbytes)
+        wanted = min(wanted, self._budget.free_bytes(node) // nbytes)
+        if wanted < 1:
+            return 0
+        slab = self._budget.take(wanted * nbytes, node)
+        code = self.context.add_slab(group, node, wanted, slab.address, slab)
+        if code != StepCode.OK:
+            self._budget.give(slab)
+            raise StepRefusedError(StepCode(code), "no memory for blocks, or session closed")
+        return wanted
 
     def free(self, handles: np.ndarray) -> None:
         """Frees sequences. Unknown handles are skipped: a lost step may never have made them."""
@@ -245,7 +244,8 @@ class KVCache:
         self._release_slabs()
 
     def _release_slabs(self) -> None:
-        self._budget.release(self.context.trim())
+        for slab in self.context.trim():
+            self._budget.give(slab)
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Makes `dst` share the first `length` tokens of `src`; blocks are copied when written.
@@ -324,4 +324,5 @@ class KVCache:
             return
         self._closed = True
         self._slots.clear()
-        self._budget.release(self.context.close())
+        for slab in self.context.close():
+            self._budget.give(slab)

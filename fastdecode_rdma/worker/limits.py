@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.pages import HUGE_BYTES
 
 MEMORY_SHARE = 0.8
 """Part of the available memory that a worker takes by default: the rest is for the page cache, the
@@ -136,11 +137,11 @@ def available_memory(root: Path = Path("/")) -> int | None:
     return None
 
 
-def default_memory(root: Path = Path("/")) -> Default:
-    """Returns the bytes that a worker takes when it was not told.
+def free_memory(root: Path = Path("/")) -> Default:
+    """Returns the bytes that are free here, and by whose account.
 
     Raises:
-        ConfigError: the system tells nothing about its memory, or there is next to none.
+        ConfigError: the system tells nothing about its memory.
     """
     cgroup = cgroup_memory(root)
     found = [
@@ -153,11 +154,51 @@ def default_memory(root: Path = Path("/")) -> Default:
     ]
     if not found:
         raise ConfigError("cannot find out how much memory is free here; pass --memory")
-    nbytes, name = min(found)
+    return Default(*min(found))
+
+
+def default_memory(root: Path = Path("/")) -> Default:
+    """Returns the bytes that a worker takes when it was not told.
+
+    Raises:
+        ConfigError: the system tells nothing about its memory, or there is next to none.
+    """
+    free = free_memory(root)
+    nbytes, name = free.value, free.reason
     value = int(nbytes * MEMORY_SHARE)
     if value < MIN_MEMORY_BYTES:
         raise ConfigError(f"{name} is only {format_memory(nbytes)}; pass --memory")
     return Default(value, f"{MEMORY_SHARE:.0%} of {name}, {format_memory(nbytes)}")
+
+
+def free_huge_bytes(root: Path = Path("/")) -> int:
+    """Returns the bytes of reserved 2 MiB pages that are free and that the cgroup lets us take."""
+    folder = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    free = _read_int(folder / "free_hugepages") or 0
+    promised = _read_int(folder / "resv_hugepages") or 0  # to mappings not touched yet
+    free_bytes = max(0, free - promised) * HUGE_BYTES
+    if not free_bytes:
+        return 0
+    for is_v2, group in _cgroup_folders(root, "hugetlb"):
+        limit = _read_int(group / ("hugetlb.2MB.max" if is_v2 else "hugetlb.2MB.limit_in_bytes"))
+        name = "hugetlb.2MB.current" if is_v2 else "hugetlb.2MB.usage_in_bytes"
+        if limit is not None and limit < _NO_LIMIT:
+            free_bytes = min(free_bytes, max(0, limit - (_read_int(group / name) or 0)))
+    return free_bytes
+
+
+def has_transparent_huge_pages(root: Path = Path("/")) -> bool:
+    """Says whether the system gives 2 MiB pages to memory that asks for them."""
+    mode = _read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    status = _read(root / "proc/self/status") or ""
+    return ("[always]" in mode or "[madvise]" in mode) and "THP_enabled:\t0" not in status
+
+
+def page_kind(nbytes: int, root: Path = Path("/")) -> str:
+    """Returns the pages that `nbytes` of new KV memory lie on, in words."""
+    if nbytes >= HUGE_BYTES and free_huge_bytes(root) >= nbytes:
+        return "reserved 2MiB"
+    return "transparent 2MiB" if has_transparent_huge_pages(root) else "small"
 
 
 def _quota_cpus(folder: Path, *, is_v2: bool) -> float | None:

@@ -11,7 +11,8 @@ from fastdecode_rdma.config import AttentionGeometry, StepCode
 from fastdecode_rdma.errors import CacheFullError, FastDecodeError
 from fastdecode_rdma.worker.attention import select_isa
 from fastdecode_rdma.worker.kv_ranges import StepRefusedError
-from fastdecode_rdma.worker.kvcache import KVCache, MemoryBudget
+from fastdecode_rdma.worker.kvcache import KVCache
+from fastdecode_rdma.worker.memory import MemoryBudget
 
 __all__ = [
     "AttentionSession",
@@ -165,14 +166,17 @@ class AttentionSession:
         )
 
     def stats(self) -> dict[str, object]:
-        """Returns kv_bytes_used, blocks_used and blocks_free (per KV group), sequences, attends and
-        kernel_ns, the time inside them."""
+        """Returns kv_bytes_used, blocks_used and blocks_free (per KV group), free_bytes (per NUMA
+        node), pages (what the memory lies on), sequences, attends and kernel_ns, the time inside
+        them."""
         usage = self._cache.usage()
         attends, kernel_ns = self._context.counters()
         return {
             "kv_bytes_used": sum(group.used_blocks * group.block_bytes for group in usage),
             "blocks_used": [group.used_blocks for group in usage],
             "blocks_free": [group.free_blocks for group in usage],
+            "free_bytes": self._cache.node_free_bytes(),
+            "pages": self._cache.page_kind,
             "sequences": self._cache.num_sequences,
             "attends": attends,
             "kernel_ns": kernel_ns,

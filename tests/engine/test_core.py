@@ -49,7 +49,7 @@ def small(
     ) -> tuple[Generator, MemoryBudget]:
         budgets: list[MemoryBudget] = []
 
-        def budget(limit: int) -> MemoryBudget:
+        def budget(limit: int, nodes: object) -> MemoryBudget:
             budgets.append(MemoryBudget(limit))
             return budgets[-1]
 

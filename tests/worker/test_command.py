@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -172,7 +173,9 @@ def test_the_ready_line_and_file_and_the_defaults(start_worker, tmp_path):
     _, port = parse_address(worker.address)
     assert port not in (0, DEFAULT_PORT)
     expected = f"ready tcp://127.0.0.1:{port} memory=64MiB threads=1 isa=baseline"
-    assert worker.lines == [expected]
+    touched, ready = worker.lines
+    assert re.fullmatch(r"pages (small|\w+ 2MiB): 64MiB touched in \d+\.\d s", touched)
+    assert ready == expected
     assert ready_file.read_text() == expected + "\n"
     assert list(tmp_path.iterdir()) == [ready_file]
     assert worker.status().isa == "baseline"
@@ -180,12 +183,53 @@ def test_the_ready_line_and_file_and_the_defaults(start_worker, tmp_path):
 
 def test_the_defaults_are_printed_before_the_ready_line(spawn):
     worker = Worker(spawn(["-m", "fastdecode_rdma.worker", "--listen", "127.0.0.1:0"]))
-    memory, threads, ready = worker.lines
+    memory, threads, pages, ready = worker.lines
+    assert pages.endswith(": taken when needed; pass --memory or --touch to take all now")
     assert memory.startswith("memory ") and ": 80% of " in memory
     assert threads.startswith("threads ") and ": " in threads
     status = worker.status()
     assert f"threads={status.num_threads} " in ready
     assert status.memory_limit_bytes > 1 << 20
+
+
+SLOW_TOUCH = """
+import sys, time
+from fastdecode_rdma import pages
+pages.populate = lambda address, nbytes: time.sleep(0.2)
+from fastdecode_rdma.cli import main
+sys.exit(main(["worker", "--listen", "127.0.0.1:0", "--memory", "1GiB", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_end_it_while_it_touches_its_memory(spawn, tmp_path, number, code):
+    process = spawn(["-c", SLOW_TOUCH, "--touch", "--threads", "1", "--ready-file", "ready"])
+    line = process.stderr.readline()  # after a second
+    assert re.match(r"touching KV memory: \d+MiB of 1GiB, \d+ s left$", line), line
+    started_s = time.monotonic()
+    process.send_signal(number)
+    assert process.wait(10) == code
+    assert time.monotonic() - started_s < 1.0
+    assert process.stdout.read() == "" and not (tmp_path / "ready").exists()
+
+
+def test_memory_is_touched_or_not_as_asked(start_worker):
+    [state, _] = start_worker("--no-touch").lines
+    assert state.endswith(": taken when needed")
+    assert start_worker("--touch").lines[0] != state
+
+
+def test_numa_nodes_are_named(start_worker, spawn):
+    lists = ";".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    lines = start_worker(FASTDECODE_NUMA_NODES=lists).lines
+    named = [line for line in lines if line.startswith("nodes ")]
+    # one thread cannot be a team on each
+    assert named == (["nodes 1: 2 NUMA nodes are too many for 1 threads"] if ";" in lists else [])
+    refused = spawn(
+        ["-m", "fastdecode_rdma.worker", "--listen", "127.0.0.1:0"], FASTDECODE_NUMA_NODES="9;9"
+    )
+    assert refused.wait(10) == 2
+    assert "FASTDECODE_NUMA_NODES='9;9': expected `off` or lists" in refused.stderr.read()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

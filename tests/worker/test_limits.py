@@ -172,3 +172,47 @@ def test_threads_keep_to_a_v1_quota(make_root, quota, expected):
 def test_this_machine_gives_usable_defaults():
     assert limits.default_memory().value >= 1 << 20
     assert 1 <= limits.default_threads().value <= len(os.sched_getaffinity(0))
+
+
+HUGE = "sys/kernel/mm/hugepages/hugepages-2048kB/"
+
+
+def test_reserved_pages_less_those_promised(make_root):
+    root = make_root({HUGE + "free_hugepages": "10\n", HUGE + "resv_hugepages": "3\n"})
+    assert limits.free_huge_bytes(root) == 7 << 21
+    assert limits.page_kind(7 << 21, root) == "reserved 2MiB"
+    assert limits.page_kind(8 << 21, root) == limits.page_kind(4096, root) == "small"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_reserved_pages_that_the_cgroup_allows(make_root, version):
+    v2 = "sys/fs/cgroup/a/hugetlb.2MB."
+    v1 = "sys/fs/cgroup/hugetlb/a/hugetlb.2MB."
+    root = make_root(
+        {HUGE + "free_hugepages": "100\n", "proc/self/cgroup": "7:hugetlb:/a\n0::/a\n"}
+        | ({v1 + "limit_in_bytes": f"{9 << 21}\n", v1 + "usage_in_bytes": f"{4 << 21}\n"}
+           if version == 1 else {v2 + "max": f"{9 << 21}\n", v2 + "current": f"{4 << 21}\n"})
+    )  # fmt: skip
+    assert limits.free_huge_bytes(root) == 5 << 21
+
+
+@pytest.mark.parametrize("text", ["max", str((1 << 63) - 4096)])
+def test_a_cgroup_may_not_limit_reserved_pages(make_root, text):
+    root = make_root(
+        {HUGE + "free_hugepages": "100\n", "proc/self/cgroup": "0::/\n",
+         "sys/fs/cgroup/hugetlb.2MB.max": text + "\n"}
+    )  # fmt: skip
+    assert limits.free_huge_bytes(root) == 100 << 21
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "expected"),
+    [("always [madvise] never", "", True), ("[always] madvise never", "THP_enabled:\t1\n", True),
+     ("always madvise [never]", "", False), ("[always] madvise never", "THP_enabled:\t0\n", False)],
+)  # fmt: skip
+def test_transparent_pages(make_root, mode, status, expected):
+    root = make_root(
+        {"sys/kernel/mm/transparent_hugepage/enabled": mode, "proc/self/status": status}
+    )
+    assert limits.has_transparent_huge_pages(root) == expected
+    assert limits.page_kind(1 << 30, root) == ("transparent 2MiB" if expected else "small")
