@@ -27,8 +27,9 @@ from fastdecode_rdma.scheduler import make_scheduler
 from fastdecode_rdma.tokenizer import Tokenizer
 from fastdecode_rdma.transport.address import parse_url
 from fastdecode_rdma.wire.token_file import find_token
-from fastdecode_rdma.worker.kvcache import MemoryBudget
 from fastdecode_rdma.worker.limits import default_memory
+from fastdecode_rdma.worker.memory import MemoryBudget
+from fastdecode_rdma.worker.preparation import find_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,12 @@ def union_of_eos(
 def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> list[WorkerLink]:
     """Opens a session on every worker, or embeds one."""
     if options.workers is None:
-        budget = MemoryBudget(default_memory().value)
-        return [LocalWorker(geometry, budget, num_threads=torch.get_num_threads())]
+        num_threads = torch.get_num_threads()
+        nodes, said = find_nodes(num_threads)
+        if said:
+            logger.info(said)
+        budget = MemoryBudget(default_memory().value, nodes)
+        return [LocalWorker(geometry, budget, num_threads=num_threads)]
     return list(_connect(options.workers, options, geometry))
 
 
