@@ -37,35 +37,29 @@ FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; 
 /* Rows that a pass handles at a time: they and the rows fetched meanwhile stay in L1. Divides FD_BLOCK. */
 FD_INLINE int ISA(step_rows)(size_t row) {
     int rows = FD_BLOCK;
-    while (rows > FD_UNPACK && rows * row > FD_STEP_BYTES) rows /= 2;
+    while (rows > FD_STEP_ROWS && rows * row > FD_STEP_BYTES) rows /= 2;
     return rows;
 }
 
 /* K pass: scores of all vectors over the union of their spans, step by step. */
 static void ISA(score_pass)(const ISA(view) *view, int n, const ISA(span) *spans, const float *q, float *scores) {
-    const int dim = view->group->head_dim, end = spans[n - 1].hi, is_int4 = view->dtype == FD_INT4;
-    const ISA(dot_fn) *dots = ISA(dots)[is_int4 ? FD_FP32 : view->dtype];
-    const size_t stored = view->group->row_bytes, row = is_int4 ? (size_t)dim * 4 : stored;
+    const int dim = view->group->head_dim, end = spans[n - 1].hi;
+    const ISA(dot_fn) *dots = ISA(dots)[view->dtype];
+    const size_t row = view->group->row_bytes;
     const int step = ISA(step_rows)(row);
-    float unpacked[FD_UNPACK * FD_MAX_DIM + 8] __attribute__((aligned(64)));
     for (int b = spans[0].lo / step * step; b < end; b += step) {
         const char *k = ISA(row)(view, b) + view->k_offset;
         int more = b + step < end; /* then fetch the next K rows, else the first V rows */
         const char *ahead = more ? ISA(row)(view, b + step) + view->k_offset
                                  : ISA(row)(view, spans[0].lo / step * step) + view->v_offset;
         const int ahead_rows = (int)fd_min(step, more ? end - b - step : end);
-        ISA(stream) stream = {0};
-        if (is_int4) {
-            ISA(unpack_int4)(unpacked, k, stored, (int)fd_min(step, end - b + 8), dim, ahead, ahead_rows);
-            k = (const char *)unpacked;
-        } else {
-            int64_t tiles = 0;
-            for (int v = 0, h; v < n; v += h) {
-                h = ISA(tile)(n - v);
-                tiles += (fd_min(step, spans[v + h - 1].hi - b) + ISA(tile_tokens)(h) - 1) / ISA(tile_tokens)(h);
-            }
-            stream = ISA(stream_of)(ahead, ahead_rows * row, tiles * fd_max(1, dim / FD_CHUNK));
+        int64_t tiles = 0;
+        for (int v = 0, h; v < n; v += h) {
+            h = ISA(tile)(n - v);
+            const int tokens = ISA(tile_tokens)(h, view->dtype);
+            tiles += (fd_min(step, spans[v + h - 1].hi - b) + tokens - 1) / tokens;
         }
+        ISA(stream) stream = ISA(stream_of)(ahead, ahead_rows * row, tiles * fd_max(1, dim / FD_CHUNK));
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
             const int from = (int)fd_max(0, spans[v].lo - b), to = (int)fd_min(step, spans[v + h - 1].hi - b);
@@ -89,11 +83,10 @@ FD_INLINE void ISA(scale_weights)(const char *v, size_t row, int b, int step, in
 
 /* V pass. Vectors of a tile share the tokens that all of them see; the ragged ends go one by one, in order. */
 static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans, float *weights, float *acc) {
-    const int dim = view->group->head_dim, end = spans[n - 1].hi, is_int4 = view->dtype == FD_INT4;
-    const ISA(add_fn) *adds = ISA(adds)[is_int4 ? FD_FP32 : view->dtype];
-    const size_t stored = view->group->row_bytes, row = is_int4 ? (size_t)dim * 4 : stored;
+    const int dim = view->group->head_dim, end = spans[n - 1].hi;
+    const ISA(add_fn) *adds = ISA(adds)[view->dtype];
+    const size_t row = view->group->row_bytes;
     const int step = ISA(step_rows)(row);
-    float unpacked[FD_UNPACK * FD_MAX_DIM + 8] __attribute__((aligned(64)));
     ISA(stream) none = {0};
     int slices = 0; /* passes over the tokens of a step */
     for (int i = 0, h; i < n; i += h) {
@@ -111,15 +104,9 @@ static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans
             ahead = view->next;
             ahead_rows = (int)fd_min(step, view->next_rows);
         }
-        ISA(stream) stream = {0};
+        const int tokens = (int)(fd_min(step, end - b) - fd_max(0, spans[0].lo - b));
+        ISA(stream) stream = ISA(stream_of)(ahead, ahead_rows * row, (int64_t)slices * tokens);
         if (view->dtype == FD_INT8) ISA(scale_weights)(v, row, b, step, n, spans, weights);
-        if (is_int4) {
-            ISA(unpack_int4)(unpacked, v, stored, (int)fd_min(step, end - b), dim, ahead, ahead_rows);
-            v = (const char *)unpacked;
-        } else {
-            const int tokens = (int)(fd_min(step, end - b) - fd_max(0, spans[0].lo - b));
-            stream = ISA(stream_of)(ahead, ahead_rows * row, (int64_t)slices * tokens);
-        }
         for (int i = 0, h; i < n; i += h) {
             h = ISA(tile)(n - i);
             const ISA(span) *s = spans + i;

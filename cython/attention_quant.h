@@ -7,6 +7,17 @@
  * The minimum is rounded down and the scale up, so that the rounded ones cover the group. Products and sums are
  * rounded apart, which makes the stored bits the same in all instruction sets and in kv_dtypes.py. */
 
+/* The 4 bytes at p in every lane. */
+FD_INLINE vi ISA(spread)(const char *p) {
+#if VL == 8
+    return (vi)_mm256_broadcast_ss((const float *)p); /* as plain C, gcc 12 would do the arithmetic on it in scalars */
+#else
+    int32_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return (vi){0} + bits;
+#endif
+}
+
 FD_INLINE vi ISA(load_bytes)(const char *p) {
 #if VL == 8
     return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
@@ -25,31 +36,25 @@ FD_INLINE vf ISA(load_int8)(const char *p) {
 #endif
 }
 
-/* Unpacks `count` rows of n values to dst [count][n], fetching as many rows ahead meanwhile. The last group of a row
- * may spill 8 floats into the next one, which comes later; behind the last row there is room. */
-FD_INLINE void ISA(unpack_int4)(float *dst, const char *rows, size_t row_bytes, int count, int n, const char *ahead,
-                                int ahead_rows) {
-    for (int t = 0; t < count; t++, rows += row_bytes, ahead += row_bytes) {
-        const char *p = rows;
-        if (t < ahead_rows)
-            for (size_t line = 0; line < row_bytes + 63; line += 64) __builtin_prefetch(ahead + line);
-        for (int start = 0; start < n; start += 32, p += 4) {
-            uint32_t bits;
-            memcpy(&bits, p, sizeof bits);
-            const vi pair = (vi){0} + (int32_t)bits;
-            const vf scale = (vf)(pair & (int32_t)0xffff0000), minimum = (vf)(pair << 16);
-            const int stop = n - start < 32 ? n : start + 32;
-            for (int i = start; i < stop; i += 16, p += 8, dst += 16)
-                for (int j = 0; j < 8; j += VL) {
-                    const vi bytes = ISA(load_bytes)(p + 4 + j);
-                    const vf low = __builtin_convertvector(bytes & 15, vf);
-                    const vf high = __builtin_convertvector(bytes >> 4, vf);
-                    ISA(store)(dst + j, ISA(fma)(low, scale, minimum)); /* the product is exact, fused or not */
-                    ISA(store)(dst + 8 + j, ISA(fma)(high, scale, minimum));
-                }
-        }
-        if (n % 16) dst -= 8;
+enum { ISA(BLOCK_VECTORS) = 16 / VL };
+
+/* 16 integers from 8 bytes of an int4 row, in order. */
+FD_INLINE void ISA(nibbles)(const char *p, vf *x) {
+    FD_UNROLL
+    for (int j = 0; j < 8 / VL; j++) {
+        const vi bytes = ISA(load_bytes)(p + j * VL);
+        x[j] = __builtin_convertvector(bytes & 15, vf);
+        x[8 / VL + j] = __builtin_convertvector(bytes >> 4, vf);
     }
+}
+
+/* 16 values of an int4 group, its first ones or its second. The product is exact, fused or not. */
+FD_INLINE void ISA(load_int4)(const char *group, int second, vf *x) {
+    const vi pair = ISA(spread)(group);
+    const vf scale = (vf)(pair & (int32_t)0xffff0000), minimum = (vf)(pair << 16);
+    ISA(nibbles)(group + 4 + 8 * second, x);
+    FD_UNROLL
+    for (int j = 0; j < ISA(BLOCK_VECTORS); j++) x[j] = ISA(fma)(x[j], scale, minimum);
 }
 
 /* The nearest bf16 at or below x, or at or above it. */

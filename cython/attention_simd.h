@@ -5,6 +5,7 @@
  * the bits do not depend on how a loop was unrolled. */
 
 #define FD_INLINE static inline __attribute__((always_inline))
+#define FD_UNROLL _Pragma("GCC unroll 8") /* before the arrays of vectors are split into registers */
 
 FD_INLINE vf ISA(load)(const float *p) {
     vf v;

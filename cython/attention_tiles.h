@@ -6,8 +6,6 @@
 
 /* Fetches the memory that is to be read next, in step with the arithmetic on what is there: a burst would fill the
  * miss buffers and stall the loads behind it. Offsets and the pace are in 1/256 bytes. */
-#define FD_UNROLL _Pragma("GCC unroll 8") /* before the arrays of vectors are split into registers */
-
 typedef struct {
     const char *base;
     uint64_t at, stop, pace;
@@ -21,10 +19,10 @@ FD_INLINE void ISA(advance)(ISA(stream) *s) {
     for (s->stop += s->pace; s->at < s->stop; s->at += 64 << 8) __builtin_prefetch(s->base + (s->at >> 8));
 }
 
-/* Tokens of a tile by its number of query vectors. */
-FD_INLINE int ISA(tile_tokens)(int H) { return H == 1 ? 8 : H == 4 ? 3 : 4; }
+/* Tokens of a tile by its number of query vectors; unpacking int4 takes registers too. */
+FD_INLINE int ISA(tile_tokens)(int H, int dtype) { return H == 1 ? 8 : H == 2 ? 4 : dtype == FD_INT4 ? 2 : 7 - H; }
 /* Vectors of V that a pass over the tokens adds up. */
-FD_INLINE int ISA(tile_width)(int H) { return H == 1 ? 8 : H == 4 ? 2 : 4; }
+FD_INLINE int ISA(tile_width)(int H) { return H == 1 ? 8 : H == 4 && VL > 4 ? 2 : 4; }
 
 /* Scale of an int8 row. */
 FD_INLINE float ISA(scale)(const char *row) {
@@ -58,6 +56,39 @@ FD_INLINE void ISA(dot_step)(const int H, const int T, const int dtype, vf a[4][
     }
 }
 
+/* The same for 16 dimensions of int4 rows, which lie in one group; `vectors` of them are there. */
+FD_INLINE void ISA(dot_block)(const int H, const int T, vf a[4][8], const float *q, const int dim, const char *group,
+                              const size_t row, const int second, const int vectors) {
+    vf x[8][ISA(BLOCK_VECTORS)];
+    FD_UNROLL
+    for (int t = 0; t < T; t++) ISA(load_int4)(group + t * row, second, x[t]);
+    FD_UNROLL
+    for (int j = 0; j < vectors; j++) {
+        FD_UNROLL
+        for (int h = 0; h < H; h++) {
+            const vf y = ISA(load)(q + h * dim + j * VL);
+            FD_UNROLL
+            for (int t = 0; t < T; t++) a[h][t] = ISA(fma)(x[t][j], y, a[h][t]);
+        }
+    }
+}
+
+FD_INLINE void ISA(dot_int4)(const int H, const int T, vf a[4][8], const float *q, const int dim, const char *k,
+                             const size_t row, ISA(stream) *s) {
+    for (int i = 0; i < dim; i += 32, k += FD_INT4_GROUP_BYTES) {
+        ISA(advance)(s);
+        if (i + 32 <= dim) {
+            ISA(dot_block)(H, T, a, q + i, dim, k, row, 0, ISA(BLOCK_VECTORS));
+            ISA(dot_block)(H, T, a, q + i + 16, dim, k, row, 1, ISA(BLOCK_VECTORS));
+            continue;
+        }
+        for (int j = i; j < dim; j += 16) {
+            if (j + 16 <= dim) ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, ISA(BLOCK_VECTORS));
+            else ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, 8 / VL);
+        }
+    }
+}
+
 /* Scores of H vectors against tokens [from, to) of `rows` that lie at k; a tile that would leave them is moved back,
  * since the bits of a score do not depend on its tile. A tile may write scores on either side of [from, to). */
 FD_INLINE void ISA(dot)(const int H, const int T, const int dtype, const float *q, const int dim, const char *k,
@@ -71,30 +102,54 @@ FD_INLINE void ISA(dot)(const int H, const int T, const int dtype, const float *
         for (int h = 0; h < H; h++)
             FD_UNROLL
             for (int j = 0; j < T; j++) a[h][j] = ISA(splat)(0.0f);
-        int i = 0;
+        int i = dtype == FD_INT4 ? dim : 0;
+        if (dtype == FD_INT4) ISA(dot_int4)(H, T, a, q, dim, kt, row, &s);
         for (; i + FD_CHUNK <= dim; i += FD_CHUNK) {
             ISA(advance)(&s);
             FD_UNROLL
             for (int j = 0; j < FD_CHUNK; j += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i + j);
         }
         for (; i < dim; i += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i);
+        if (T == 2) { /* int4, which has no scales left to apply */
+            FD_UNROLL
+            for (int h = 0; h < H; h += 2) {
+                const int next = h + 1 < H ? h + 1 : h;
+                const v4f r = ISA(sums)(a[h][0], a[h][1], a[next][0], a[next][1]);
+                memcpy(scores + h * FD_SCORES + t, &r, 8);
+                memcpy(scores + next * FD_SCORES + t, (const char *)&r + 8, 8);
+            }
+            continue;
+        }
         FD_UNROLL
         for (int j = 0; j < T; j += 4) {
+            const int last = T > 3 ? j + 3 : j + 2; /* of three sums the fourth is one that nobody reads */
             v4f scales = {1.0f};
-            if (dtype == FD_INT8) {
-                const char *kj = kt + j * row;
-                scales = (v4f){ISA(scale)(kj), ISA(scale)(kj + row), ISA(scale)(kj + 2 * row),
-                               ISA(scale)(kj + (T > 3 ? 3 : 2) * row)};
-            }
+            if (dtype == FD_INT8)
+                scales = (v4f){ISA(scale)(kt + j * row), ISA(scale)(kt + (j + 1) * row), ISA(scale)(kt + (j + 2) * row),
+                               ISA(scale)(kt + last * row)};
             FD_UNROLL
             for (int h = 0; h < H; h++) {
-                v4f r = ISA(sums)(a[h][j], a[h][j + 1], a[h][j + 2], a[h][T > 3 ? j + 3 : j + 2]);
+                v4f r = ISA(sums)(a[h][j], a[h][j + 1], a[h][j + 2], a[h][last]);
                 if (dtype == FD_INT8) r *= scales;
                 memcpy(scores + h * FD_SCORES + t + j, &r, sizeof r);
             }
         }
     }
     *stream = s;
+}
+
+/* NV vectors of a row from dimension d on, a multiple of NV * VL. */
+FD_INLINE void ISA(load_slice)(const int NV, const int dtype, const char *row, const int d, vf *x) {
+    if (dtype == FD_INT4) {
+        const char *group = row + d / 32 * FD_INT4_GROUP_BYTES;
+        FD_UNROLL
+        for (int e = 0; e < NV * VL; e += 16)
+            ISA(load_int4)(group + e / 32 * FD_INT4_GROUP_BYTES, NV * VL < 32 ? d % 32 / 16 : e % 32 / 16, x + e / VL);
+        if (NV == 1) x[0] = x[d % 16 / VL];
+    } else {
+        FD_UNROLL
+        for (int j = 0; j < NV; j++) x[j] = ISA(load_as)(row, d + j * VL, dtype);
+    }
 }
 
 /* Adds weights * V of tokens [from, to) to NV vectors, from dimension d on, of H accumulators. */
@@ -110,10 +165,9 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int dtype, const 
     const char *vt = v + from * row;
     for (int t = from; t < to; t++, vt += row) {
         ISA(advance)(&s);
-        if (H > NV) {
-            vf x[8];
-            FD_UNROLL
-            for (int j = 0; j < NV; j++) x[j] = ISA(load_as)(vt, d + j * VL, dtype);
+        if (H > NV || dtype == FD_INT4) {
+            vf x[8 + ISA(BLOCK_VECTORS)];
+            ISA(load_slice)(NV, dtype, vt, d, x);
             FD_UNROLL
             for (int h = 0; h < H; h++) {
                 const vf w = ISA(splat)(weights[h * FD_SCORES + t]);
@@ -144,30 +198,34 @@ typedef void (*ISA(dot_fn))(const float *q, int dim, const char *k, size_t row, 
 typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int from, int to, ISA(stream) *stream,
                             float *acc, int dim);
 
-#define FD_TILE(H, T, NV, DTYPE)                                                                                   \
+#define FD_TILE(H, DTYPE)                                                                                          \
     static __attribute__((noinline)) void ISA(dot_##H##_##DTYPE)(const float *q, int dim, const char *k, size_t row, \
                                                                  int from, int to, int rows, ISA(stream) *stream,  \
                                                                  float *scores) {                                  \
-        ISA(dot)(H, T, FD_##DTYPE, q, dim, k, row, from, to, rows, stream, scores);                                \
+        ISA(dot)(H, ISA(tile_tokens)(H, FD_##DTYPE), FD_##DTYPE, q, dim, k, row, from, to, rows, stream, scores);                                \
     }                                                                                                              \
     static __attribute__((noinline)) void ISA(add_##H##_##DTYPE)(const float *weights, const char *v, size_t row,  \
                                                                  int from, int to, ISA(stream) *stream, float *acc, \
                                                                  int dim) {                                        \
+        const int NV = ISA(tile_width)(H);                                                                         \
         int d = 0;                                                                                                 \
         for (; d + NV * VL <= dim; d += NV * VL)                                                                   \
             ISA(add_slice)(H, NV, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                     \
         for (; d < dim; d += VL) ISA(add_slice)(H, 1, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d); \
     }
-#define FD_TILES(DTYPE) FD_TILE(1, 8, 8, DTYPE) FD_TILE(2, 4, 4, DTYPE) FD_TILE(3, 4, 4, DTYPE) FD_TILE(4, 3, 2, DTYPE)
+#define FD_TILES(DTYPE) FD_TILE(1, DTYPE) FD_TILE(2, DTYPE) FD_TILE(3, DTYPE) FD_TILE(4, DTYPE)
 FD_TILES(FP32)
 FD_TILES(FP16)
 FD_TILES(BF16)
 FD_TILES(INT8)
+FD_TILES(INT4)
 #undef FD_TILES
 #undef FD_TILE
 
 #define FD_ROW(KIND, DTYPE) {ISA(KIND##_1_##DTYPE), ISA(KIND##_2_##DTYPE), ISA(KIND##_3_##DTYPE), ISA(KIND##_4_##DTYPE)}
-/* by dtype as the tiles see it, where int4 has been unpacked to fp32, and by H - 1 */
-static const ISA(dot_fn) ISA(dots)[4][4] = {FD_ROW(dot, FP32), FD_ROW(dot, FP16), FD_ROW(dot, BF16), FD_ROW(dot, INT8)};
-static const ISA(add_fn) ISA(adds)[4][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16), FD_ROW(add, INT8)};
+/* by dtype and H - 1 */
+static const ISA(dot_fn) ISA(dots)[5][4] = {FD_ROW(dot, FP32), FD_ROW(dot, FP16), FD_ROW(dot, BF16), FD_ROW(dot, INT8),
+                                            FD_ROW(dot, INT4)};
+static const ISA(add_fn) ISA(adds)[5][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16), FD_ROW(add, INT8),
+                                            FD_ROW(add, INT4)};
 #undef FD_ROW
