@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -294,6 +295,33 @@ _BACKEND_MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "metaspace": _metaspace,
     "no_decoder": lambda: _word_piece(has_decoder=False),
 }
+
+
+@pytest.fixture(scope="module", params=[*_BACKEND_MAKERS, "smollm2", "gemma3"])
+def tokenizer(
+    request: pytest.FixtureRequest,
+    text_backend: Callable[[str], tokenizers.Tokenizer],
+    real_tokenizer: Callable[[str], Any],
+) -> Any:
+    """Our tokenizer of every small kind, and those of the real models."""
+    from fastdecode_rdma.tokenizer import Tokenizer
+
+    if request.param in _BACKEND_MAKERS:
+        special = {"bos_token": "<s>", "eos_token": "</s>"}
+        return Tokenizer(text_backend(request.param), special_tokens=special)
+    return real_tokenizer(request.param)
+
+
+@pytest.fixture(scope="module")
+def long_generator(tiny_models: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """Opens deterministic generators of a tiny model with 131072 positions, for the module."""
+    from fastdecode_rdma import Generator
+
+    path = tiny_models("llama-long", max_position_embeddings=1 << 17)
+    with ExitStack() as opened:
+        yield lambda **options: opened.enter_context(
+            Generator.from_pretrained(path, deterministic=True, **options)
+        )
 
 
 @pytest.fixture

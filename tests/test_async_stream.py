@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +28,8 @@ SEATS, MAX_WAITING = 4, 40
 
 
 @pytest.fixture(scope="module")
-def gen(tiny_models: Callable[..., Path]) -> Iterator[Generator]:
-    with Generator.from_pretrained(
-        tiny_models("llama-long", max_position_embeddings=1 << 17),
-        deterministic=True,
-        max_num_seqs=SEATS,
-        max_waiting=MAX_WAITING,
-    ) as made:
-        yield made
+def gen(long_generator: Callable[..., Generator]) -> Generator:
+    return long_generator(max_num_seqs=SEATS, max_waiting=MAX_WAITING)
 
 
 async def ids_of(stream: AsyncIterator) -> list[int]:

@@ -15,7 +15,6 @@ from fastdecode_rdma.sequence import SamplingParams
 from fastdecode_rdma.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-SMALL = ("byte_level", "gemma", "llama2", "word_piece", "metaspace", "no_decoder")
 SNIPPETS = ["the fox", " END", "\n\n", "ab", "aab", "日本", "😀", "</s>", " the", "x"]
 MakeBackend = Callable[[str], tokenizers.Tokenizer]
 
@@ -28,17 +27,6 @@ def plain(text_backend: MakeBackend) -> Tokenizer:
 @pytest.fixture(scope="module")
 def fallback(text_backend: MakeBackend) -> Tokenizer:
     return Tokenizer(text_backend("gemma"), special_tokens=SPECIAL)
-
-
-@pytest.fixture(scope="module", params=[*SMALL, "smollm2", "gemma3"])
-def tokenizer(
-    request: pytest.FixtureRequest,
-    text_backend: MakeBackend,
-    real_tokenizer: Callable[[str], Tokenizer],
-) -> Tokenizer:
-    if request.param in SMALL:
-        return Tokenizer(text_backend(request.param), special_tokens=SPECIAL)
-    return real_tokenizer(request.param)
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], **params) -> tuple[list[str], str | None]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +34,8 @@ SEATS, MAX_WAITING = 4, 3
 
 
 @pytest.fixture(scope="module")
-def gen(tiny_models: Callable[..., Path]) -> Iterator[Generator]:
-    with Generator.from_pretrained(
-        tiny_models("llama-long", max_position_embeddings=1 << 17),
-        deterministic=True,
-        max_num_seqs=SEATS,
-        max_waiting=MAX_WAITING,
-    ) as made:
-        yield made
+def gen(long_generator: Callable[..., Generator]) -> Generator:
+    return long_generator(max_num_seqs=SEATS, max_waiting=MAX_WAITING)
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:

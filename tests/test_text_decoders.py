@@ -22,7 +22,6 @@ from fastdecode_rdma.text_decoders import (
 from fastdecode_rdma.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-SMALL = ("byte_level", "gemma", "llama2", "word_piece", "metaspace", "no_decoder")
 SNIPPETS = [
     "the fox", " END", "\n\n", "naïve —", "日本語 텍스트", "😀👨\u200d👩\u200d👧", "𐍈", "\u0000",
     "</s>", "[tool call]", "  ", "x",
@@ -30,17 +29,6 @@ SNIPPETS = [
 SPACE = "\u2581"
 
 MakeBackend = Callable[[str], tokenizers.Tokenizer]
-
-
-@pytest.fixture(scope="module", params=[*SMALL, "smollm2", "gemma3"])
-def tokenizer(
-    request: pytest.FixtureRequest,
-    text_backend: MakeBackend,
-    real_tokenizer: Callable[[str], Tokenizer],
-) -> Tokenizer:
-    if request.param in SMALL:
-        return Tokenizer(text_backend(request.param), special_tokens=SPECIAL)
-    return real_tokenizer(request.param)
 
 
 @st.composite
