@@ -194,6 +194,15 @@ def has_transparent_huge_pages(root: Path = Path("/")) -> bool:
     return ("[always]" in mode or "[madvise]" in mode) and "THP_enabled:\t0" not in status
 
 
+def transparent_bytes(root: Path = Path("/")) -> int | None:
+    """Returns how much of this process's memory lies on transparent huge pages; None: unknown."""
+    for line in (_read(root / "proc/self/smaps_rollup") or "").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "AnonHugePages":
+            return int(rest.split()[0]) * 1024
+    return None
+
+
 def page_kind(nbytes: int, root: Path = Path("/")) -> str:
     """Returns the pages that `nbytes` of new KV memory lie on, in words."""
     if nbytes >= HUGE_BYTES and free_huge_bytes(root) >= nbytes:

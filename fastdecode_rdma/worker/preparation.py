@@ -12,6 +12,9 @@ from fastdecode_rdma.worker.attention import MAX_NODES
 from fastdecode_rdma.worker.memory import MemoryBudget
 from fastdecode_rdma.worker.touch import touch_memory
 
+ENOUGH = 0.95
+"""Part of the memory on huge pages that is as good as all."""
+
 
 def find_nodes(num_threads: int) -> tuple[tuple[numa.Node, ...], str]:
     """Returns the NUMA nodes that a worker of that many threads spreads over, and a line that names
@@ -59,6 +62,15 @@ def reason_not_to_touch(nbytes: int, *, touch: bool | None, is_named: bool) -> s
     return f"taken when needed, as {account}"
 
 
+def _shortage(budget: MemoryBudget) -> str:
+    """Words for a system that had asked-for huge pages only for a part of the memory."""
+    huge = limits.transparent_bytes()
+    wanted = sum(pool.other_bytes for pool in budget.pools)
+    if huge is None or huge >= wanted * ENOUGH or not limits.has_transparent_huge_pages():
+        return ""
+    return f"; the system had 2MiB pages for {huge / wanted:.0%} of it"
+
+
 def prepare_memory(
     budget: MemoryBudget,
     num_threads: int,
@@ -78,4 +90,5 @@ def prepare_memory(
         touch_memory(budget, num_threads, is_stopped=is_stopped)
         took_s = time.monotonic() - started_s
         state = f"{limits.format_memory(budget.mapped_bytes)} touched in {took_s:.1f} s"
+        state += _shortage(budget)
     return f"pages {budget.page_kind()}: {state}"

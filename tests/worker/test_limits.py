@@ -184,6 +184,12 @@ def test_reserved_pages_less_those_promised(make_root):
     assert limits.page_kind(8 << 21, root) == limits.page_kind(4096, root) == "small"
 
 
+def test_how_much_lies_on_transparent_pages(make_root):
+    assert limits.transparent_bytes(make_root({})) is None
+    root = make_root({"proc/self/smaps_rollup": "Rss: 9 kB\nAnonHugePages:   4096 kB\n"})
+    assert limits.transparent_bytes(root) == 4 << 20
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_reserved_pages_that_the_cgroup_allows(make_root, version):
     v2 = "sys/fs/cgroup/a/hugetlb.2MB."

@@ -69,6 +69,20 @@ def test_it_says_what_the_memory_lies_on() -> None:
     assert said.endswith(": taken when needed") and budget.mapped_bytes == 0
 
 
+def test_it_says_when_the_system_was_short_of_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "has_transparent_huge_pages", lambda root=None: True)
+
+    def said(huge_bytes: int | None) -> str:
+        monkeypatch.setattr(limits, "transparent_bytes", lambda: huge_bytes)
+        budget = MemoryBudget(8 << 20)
+        line = prepare_memory(budget, 1, touch=True, is_named=True, is_stopped=lambda: False)
+        budget.empty()
+        return line
+
+    assert said(2 << 20).endswith(" s; the system had 2MiB pages for 25% of it")
+    assert said(8 << 20).endswith(" s") and said(None).endswith(" s")
+
+
 @pytest.mark.parametrize(
     ("count", "threads", "said"),
     [
