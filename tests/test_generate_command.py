@@ -319,10 +319,11 @@ def test_a_model_that_is_not_there_leaves_no_output_behind(tmp_path, capfd):
 def spawn(model: Path, tmp_path: Path):
     started: list[subprocess.Popen[str]] = []
 
-    def start(*options: str, **streams: Any) -> subprocess.Popen[str]:
+    def start(*options: str, code: str = "", **streams: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, "generate"] if code else CLI
         started.append(
             subprocess.Popen(
-                [*CLI, "--model", str(model), *options],
+                [*command, "--model", str(model), *options],
                 cwd=tmp_path,
                 text=True,
                 **{"stderr": subprocess.PIPE, **streams},
@@ -339,9 +340,27 @@ def spawn(model: Path, tmp_path: Path):
                 stream.close()
 
 
-def test_answers_come_while_the_pipe_is_open(spawn, answers):
+NO_RDMA = """
+import sys
+class NoRdma:
+    def find_spec(self, name, path=None, target=None):
+        if "verbs" in name or "rdma_cm" in name.lower():
+            print("asked for", name)
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, NoRdma())
+from fastdecode_rdma.cli import main
+from fastdecode_rdma.tokenizer import Tokenizer
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_answers_come_while_the_pipe_is_open_and_tcp_needs_nothing_of_rdma(
+    spawn, answers, start_workers
+):
+    (worker,) = start_workers(1)
     process = spawn(
-        "--input", "-", *GREEDY, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        "--input", "-", *GREEDY, "--workers", worker.address, code=NO_RDMA,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     for prompt in ("hello", "p2"):  # each question waits for the answer before
         process.stdin.write(json.dumps({"id": prompt, "prompt": prompt}) + "\n")
@@ -438,29 +457,6 @@ def test_workers_and_their_token(model, answers, start_workers, tmp_path, capfd,
     assert main(options) == 2
     error = capfd.readouterr().err
     assert addresses[0] in error and "demands a token and none was given" in error
-
-
-def test_tcp_needs_nothing_of_rdma(model, answers, start_workers, tmp_path):
-    (worker,) = start_workers(1)
-    code = """
-import sys
-class NoRdma:
-    def find_spec(self, name, path=None, target=None):
-        if "verbs" in name or "rdma_cm" in name.lower():
-            print("asked for", name)
-            raise ImportError(f"{name} is not installed")
-sys.meta_path.insert(0, NoRdma())
-from fastdecode_rdma.cli import main
-from fastdecode_rdma.tokenizer import Tokenizer
-sys.exit(main(sys.argv[1:]))
-"""
-    options = ["generate", "--model", str(model), *GREEDY, "--prompt", "hello"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options, "--workers", worker.address],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    (hello,) = answers("hello")
-    assert (done.returncode, done.stdout) == (0, hello.outputs[0].text + "\n"), done.stderr
 
 
 def test_a_real_model_chats_from_a_file(smollm2_dir, tmp_path, capfd):

@@ -84,22 +84,19 @@ def _drained(served):
     return served.budget.used_bytes == 0
 
 
-def test_a_session_survives_an_engine_that_computes_for_long(connect, serve):
-    driver = connect([serve().url])
+def test_a_session_survives_an_engine_that_computes_for_long_and_one_without_a_backend(
+    connect, serve, new_geometry
+):
+    driver, served = connect([serve().url]), serve()
     driver.run([(0, [1])], 0)
+    (worker,) = open_sessions([served.url], new_geometry())
     time.sleep(2.6)  # longer than the silence that counts as death
+    assert served.server.status().num_sessions == 1
+    worker.close()
     assert driver.backend.info(0).alive
     outputs = driver.run([(0, [1])], 1)
     assert len(outputs) == driver.geometry.num_layers
     assert all(np.isfinite(row).all() and row.any() for row in outputs.values())
-
-
-def test_a_session_survives_before_it_is_given_to_a_backend(serve, new_geometry):
-    served = serve()
-    (worker,) = open_sessions([served.url], new_geometry())
-    time.sleep(2.6)
-    assert served.server.status().num_sessions == 1
-    worker.close()
 
 
 def test_a_worker_that_comes_and_goes_keeps_its_number(connect, serve):

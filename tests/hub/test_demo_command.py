@@ -33,22 +33,22 @@ def is_listening(address: tuple[str, int]) -> bool:
     return True
 
 
-def test_demo_decodes_and_says_where_the_time_went(smollm2_dir: Path, tmp_path: Path):
+def test_demo_decodes_and_says_where_the_time_went(
+    smollm2_dir: Path, capfd: pytest.CaptureFixture[str]
+):
     arguments = ["--model", str(smollm2_dir), "--max-tokens", "6"]
     prompts = ["--prompt", "What is the capital of France?", "--prompt", "Say yes."]
-    result = subprocess.run(
-        [*COMMAND, *arguments, *prompts], capture_output=True, text=True, cwd=tmp_path, timeout=240
-    )
-    assert result.returncode == 0, result.stderr
-    first, second = result.stdout.index("[1/2] What is"), result.stdout.index("[2/2] Say yes.")
-    assert first < result.stdout.index("The capital of France is Paris") < second
-    summary = result.stdout.strip().splitlines()[-1]
+    assert main(["demo", *arguments, *prompts]) == 0, capfd.readouterr().err
+    output = capfd.readouterr().out
+    first, second = output.index("[1/2] What is"), output.index("[2/2] Say yes.")
+    assert first < output.index("The capital of France is Paris") < second
+    summary = output.strip().splitlines()[-1]
     assert re.fullmatch(
         r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s; "
         r"time: dense \d+%, attention \d+%, transport \d+%, Python \d+%",
         summary,
     )
-    assert not is_listening(address_in(result.stdout))
+    assert not is_listening(address_in(output))
 
 
 def test_interrupted_demo_ends_its_worker(smollm2_dir, tmp_path):
