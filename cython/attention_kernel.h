@@ -137,7 +137,8 @@ FD_INLINE void ISA(add_distances)(float *scores, ISA(span) span, int from, int t
 }
 
 /* Turns the scores of one span, capped and then biased, into weights e^(score - maximum); returns their sum. */
-FD_INLINE float ISA(softmax)(float *scores, ISA(span) span, float softcap, float *maximum) {
+static __attribute__((noinline)) float ISA(softmax)(float *scores, ISA(span) span, float softcap, ISA(stream) stream,
+                                                    float *maximum) {
     const int from = span.lo / VL * VL, to = (span.hi + VL - 1) / VL * VL;
     vf top = ISA(splat)(-INFINITY), sum = {0};
     if (softcap != 0.0f)
@@ -151,6 +152,7 @@ FD_INLINE float ISA(softmax)(float *scores, ISA(span) span, float softcap, float
     memcpy(lanes, &top, sizeof lanes);
     for (int i = 0; i < VL; i++) m = lanes[i] > m ? lanes[i] : m;
     for (int t = from; t < to; t += VL) {
+        ISA(advance)(&stream);
         vf w = ISA(exp)(ISA(load)(scores + t) - m);
         ISA(store)(scores + t, w);
         sum += w;
@@ -160,10 +162,26 @@ FD_INLINE float ISA(softmax)(float *scores, ISA(span) span, float softcap, float
     return folded[0];
 }
 
+/* Weights of all vectors. Memory would idle meanwhile, so each of them fetches half a step of V rows: about what
+ * arrives in the time, to wait in L2. The score pass has fetched the first step. */
+static void ISA(softmax_pass)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap, float *scores,
+                              float *maxima, float *sums) {
+    const int end = spans[n - 1].hi, step = ISA(step_rows)(view->group->row_bytes), half = step / 2;
+    int next = spans[0].lo / step * step + step;
+    for (int v = 0; v < n; v++, next += half) {
+        ISA(stream) stream = {0};
+        if (next < end)
+            stream = ISA(stream_of)(ISA(row)(view, next) + view->v_offset,
+                                    (size_t)fd_min(half, end - next) * view->group->row_bytes,
+                                    (spans[v].hi - spans[v].lo) / VL);
+        sums[v] = ISA(softmax)(scores + v * FD_SCORES, spans[v], softcap, stream, &maxima[v]);
+    }
+}
+
 /* One segment: maxima, sums and unnormalised outputs of n vectors, whose spans ascend and are not empty. */
 static void ISA(segment)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap, const float *q,
                          float *scores, float *maxima, float *sums, float *acc) {
     ISA(score_pass)(view, n, spans, q, scores);
-    for (int v = 0; v < n; v++) sums[v] = ISA(softmax)(scores + v * FD_SCORES, spans[v], softcap, &maxima[v]);
+    ISA(softmax_pass)(view, n, spans, softcap, scores, maxima, sums);
     ISA(value_pass)(view, n, spans, scores, acc);
 }
