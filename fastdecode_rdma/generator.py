@@ -76,6 +76,7 @@ class Generator:
         *,
         workers: Sequence[str] | None = None,
         token_file: str | os.PathLike[str] | None = None,
+        require: str | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
@@ -95,8 +96,10 @@ class Generator:
         """Loads a model and connects to its attention workers.
 
         path: a model directory, or a name in the local Hugging Face cache.
-        workers: addresses ("tcp://host:18815", "host"); None embeds one worker in this process.
+        workers: addresses; None embeds one worker in this process. "host:18815" is reached by the
+            best way that works, "shm://host" by shared memory or not at all, "tcp://host" by TCP.
         token_file: the file that holds the token shared with `workers`.
+        require: None, or "shm" or "tcp": every worker is reached that way, or it is an error.
         dtype: compute dtype; "auto" or "float32" on a CPU.
         kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16", "bf16", "int8" or "int4".
         quantization: None, or "int8": weights are rounded as they are loaded, symmetric, with a
@@ -124,6 +127,7 @@ class Generator:
             unknown,
             workers=None if workers is None else _as_addresses(workers),
             token_file=token_file,
+            require=require,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             quantization=quantization,

@@ -13,6 +13,7 @@ from typing import Any
 from fastdecode_rdma.config import dtype_name, kv_dtype_name, quantization_name
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.param_checks import eos_ids, explain_unknown, is_integer
+from fastdecode_rdma.transport.address import PLANES, require_plane
 
 RENAMED = {
     "model": "path",
@@ -74,6 +75,7 @@ class GeneratorOptions:
 
     workers: tuple[str, ...] | None = None
     token_file: str | os.PathLike[str] | None = None
+    require: str | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
@@ -119,6 +121,7 @@ class GeneratorOptions:
                 raise ConfigError(
                     "token_file is for workers: give their addresses, too, or leave it out"
                 )
+        self._check_require()
         if self.device not in (None, "cpu"):
             raise ConfigError(
                 f"device={self.device!r}: this version runs the dense layers on 'cpu' only"
@@ -132,6 +135,17 @@ class GeneratorOptions:
             kv_dtype_name(self.kv_cache_dtype)
         quantization_name(self.quantization)
         object.__setattr__(self, "eos_token_id", _eos_ids(self.eos_token_id))
+
+    def _check_require(self) -> None:
+        if self.require is None:
+            return
+        if self.require not in PLANES:
+            known = ", ".join(map(repr, PLANES))
+            raise ConfigError(f"require must be None or one of {known}, got {self.require!r}")
+        if self.workers is None:
+            raise ConfigError(f"require={self.require!r} is for workers: give their addresses, too")
+        for url in self.workers:
+            require_plane(url, self.require)
 
     @classmethod
     def checked(cls, unknown: Mapping[str, object], **known: Any) -> GeneratorOptions:

@@ -25,7 +25,7 @@ from fastdecode_rdma.models import DecoderModel, ModelConfig, load_model
 from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.scheduler import make_scheduler
 from fastdecode_rdma.tokenizer import Tokenizer
-from fastdecode_rdma.transport.address import parse_url
+from fastdecode_rdma.transport.address import parse_url, require_plane
 from fastdecode_rdma.wire.token_file import find_token
 from fastdecode_rdma.worker.limits import default_memory
 from fastdecode_rdma.worker.memory import MemoryBudget
@@ -112,7 +112,7 @@ def build_engine(
         backend.close()
         raise
     # a worker's name leaves out the options of the address that it was given by
-    urls = {str(parse_url(url)): url for url in options.workers or ()}
+    urls = {str(parse_url(url)): url for url in _urls(options)}
     reconnector = Reconnector(lambda name: _connect([urls[name]], options, geometry)[0])
     return EngineParts(
         model, engine, backend, ops, options, reconnector, sampling_defaults, notes=notes
@@ -148,7 +148,11 @@ def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> lis
             logger.info(said)
         budget = MemoryBudget(default_memory().value, nodes)
         return [LocalWorker(geometry, budget, num_threads=num_threads)]
-    return list(_connect(options.workers, options, geometry))
+    return list(_connect(_urls(options), options, geometry))
+
+
+def _urls(options: GeneratorOptions) -> list[str]:
+    return [require_plane(url, options.require) for url in options.workers or ()]
 
 
 def _connect(

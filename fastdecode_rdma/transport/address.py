@@ -79,6 +79,20 @@ def parse_url(text: str) -> Address:
     return Address(host, port, scheme, _parse_options(text, scheme, query) if question else {})
 
 
+def require_plane(url: str, plane: str | None) -> str:
+    """Returns the URL with the plane that it must be reached over, None for what it says itself.
+
+    Raises:
+        ConfigError: it says another one.
+    """
+    address = parse_url(url)
+    if plane is None or address.scheme == plane:
+        return url
+    if address.scheme != "auto":
+        raise ConfigError(f"{url!r} is not reached over {plane}, which require={plane!r} demands")
+    return f"{plane}://{url.strip().removeprefix('auto://')}"
+
+
 def _parse_options(text: str, scheme: str, query: str) -> dict[str, float | str]:
     options: dict[str, float | str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import struct
 
 from fastdecode_rdma.errors import TransportError
 from fastdecode_rdma.transport._pump import Plane, ShmPlane
@@ -13,6 +14,9 @@ from fastdecode_rdma.transport.base import FrameSizes, PlaneHost
 from fastdecode_rdma.transport.same_host import boot_id, cpu_mask, peer_of, spin_ns
 from fastdecode_rdma.transport.shm import ACCEPTED, HELLO, MAX_SPIN_NS
 from fastdecode_rdma.wire.messages import SlotPlan
+
+_FD = struct.Struct("@i")
+_MAX_FDS = 4  # the kernel closes what does not fit
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +83,20 @@ class FdInbox:
 
     def receive(self, sock: socket.socket, nbytes: int) -> bytes:
         """Returns up to `nbytes`, as `recv` does. Descriptors that nobody asked for are closed."""
-        data, fds, _, _ = socket.recv_fds(sock, nbytes, 4, socket.MSG_CMSG_CLOEXEC)
+        # not socket.recv_fds, which leaves the flag out: a child of ours would inherit them
+        room = socket.CMSG_SPACE(_MAX_FDS * _FD.size)
+        data, ancillary, _, _ = sock.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, raw in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._keep_first([fd for (fd,) in _FD.iter_unpack(raw[: len(raw) // 4 * 4])])
+        return data
+
+    def _keep_first(self, fds: list[int]) -> None:
         for fd in fds:
             if self.fd is None:
                 self.fd = fd
             else:
                 os.close(fd)
-        return data
 
     def close(self) -> None:
         """Closes the descriptor; idempotent."""

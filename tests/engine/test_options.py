@@ -52,7 +52,7 @@ GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
         ({"workers": [""]}, "cannot read '' as an address"),
         ({"workers": ["http://h"]}, "unknown transport 'http'"),
         ({"workers": ["rdma://h"]}, "rdma transport is not available in this version"),
-        ({"workers": ["127.0.0.1:1", "tcp://127.0.0.1:1"]}, "workers given twice: tcp://127.0.0.1:1"),
+        ({"workers": ["127.0.0.1:1", "tcp://127.0.0.1:1"]}, "workers given twice: 127.0.0.1:1"),
         ({"dtype": "bfloat16"}, "a CPU computes in float32"),
         ({"dtype": torch.float32}, "must be a name such as 'auto' or 'float32', got torch.float32"),
         ({"dtype": []}, "dtype must be a name"),
@@ -82,6 +82,9 @@ GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
         ({"token_file": 5}, "token_file must be a path (str or pathlib.Path), got int"),
         ({"token_file": "/no/such"}, "token_file is for workers: give their addresses, too"),
         ({"token_file": "/no/such", "workers": ["localhost:1"]}, "cannot read token file '/no"),
+        ({"require": "ib"}, "require must be None or one of 'shm', "),
+        ({"require": "shm"}, "require='shm' is for workers: give their addresses, too"),
+        ({"require": "shm", "workers": ["tcp://localhost:1"]}, "which require='shm' demands"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_clear_line(

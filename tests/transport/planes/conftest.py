@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 from fastdecode_rdma.transport._pump import ShmPlane, shm_segment_bytes
 
+from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.transport.base import FrameSizes
+from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.transport.shm import make_segment
 from fastdecode_rdma.transport.tcp import prepare_socket
 from fastdecode_rdma.wire.frame import HEADER_BYTES, Frame, FrameKind
 from fastdecode_rdma.wire.messages import SlotPlan
 
 ENGINE, WORKER = 0, 1
+EPOCH = 0x1122334455667788
 BULK = (FrameKind.KV_ROWS, FrameKind.EXPORT, FrameKind.IMPORT)
 
 
@@ -233,6 +237,34 @@ class Contract:
             **options,
         )
         return ends.peer(WORKER)
+
+    def serve(self, ends: Ends, session: Any = None) -> tuple[Any, Callable[[], Any]]:
+        """Serves a session at the worker's end; returns it, and what waits for its end and says
+        how it came."""
+        session = session or type(self.rig.sessions[0])(self.rig.geometry)
+        sock = ends.pair[WORKER]
+        sock.settimeout(None)
+        plane = DataPlane(sock.fileno(), EPOCH, self.slots(), session, plane=ends.planes[WORKER])
+        ended: list[Any] = []
+
+        def run() -> None:
+            try:
+                plane.run()
+                ended.append(None)
+            except FastDecodeError as error:
+                ended.append(error)
+            finally:
+                sock.close()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+
+        def end() -> Any:
+            thread.join(5)
+            assert not thread.is_alive()
+            return ended[0]
+
+        return session, end
 
 
 @pytest.fixture(params=["loopback", *CARRIERS])

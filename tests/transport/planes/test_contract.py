@@ -17,7 +17,6 @@ from fastdecode_rdma.errors import (
     WorkerLostError,
 )
 from fastdecode_rdma.transport.base import COLD_BYTES, PortTimeout
-from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.wire.frame import (
     Frame,
     FrameKind,
@@ -397,7 +396,7 @@ def test_an_engine_whose_header_lies_is_dropped_unserved(connected, epoch, name)
     c.rig.run_step(1, [2])
     served = list(session.attended)
     other = c.ends()
-    session, end = serve_by_hand(c, other, epoch)
+    session, end = c.serve(other)
     fields = {
         "kind": FrameKind.ATTEND, "table": 0, "epoch": epoch, "sequence": 0, "step": 1,
         "layer": 0, "rows": 2, "nbytes": 2 * 512,
@@ -408,30 +407,3 @@ def test_an_engine_whose_header_lies_is_dropped_unserved(connected, epoch, name)
     c.rig.run_step(2, [2])  # only that connection ended
     assert len(c.rig.sessions[0].attended) == len(served) + 4
     other.peer(0).close()
-
-
-def serve_by_hand(c, ends, epoch):
-    """Serves a session to an engine that the test plays; returns it and how to wait for its end."""
-    session = type(c.rig.sessions[0])(c.rig.geometry)
-    plane = DataPlane(ends.pair[1].fileno(), epoch, c.slots(), session, plane=ends.planes[1])
-    ended = []
-
-    def serve() -> None:
-        ends.pair[1].settimeout(None)
-        try:
-            plane.run()
-            ended.append(None)
-        except Exception as error:
-            ended.append(error)
-        finally:
-            ends.pair[1].close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-
-    def end():
-        thread.join(5)
-        assert not thread.is_alive()
-        return ended[0]
-
-    return session, end
