@@ -20,10 +20,25 @@ cdef extern from "pump_serve.h" nogil:
         char *out
         char *bulk
         char *cold
-        uint64_t progress, kernel_ns, attends
+        uint64_t bench_bytes, progress, kernel_ns, attends
     int server_run(fd_server *)
     int server_reply(fd_server *, uint16_t kind, const fd_frame *asked, int32_t status, uint64_t offset,
                      const void *first, size_t first_bytes, const void *second, size_t second_bytes)
+
+
+cdef int attend_nothing(void *ctx, int32_t table, int32_t layer, int32_t num_rows, const void *qkv,
+                        void *out, uint8_t *row_status) noexcept nogil:
+    return 0
+
+
+cdef int store_nothing(void *ctx, int32_t table, int32_t layer, int32_t entry, long long offset,
+                       long long count, const void *k, const void *v) noexcept nogil:
+    return 0
+
+
+NULL_ATTEND = <size_t>&attend_nothing
+"""Entry points that do nothing, for peers that only measure the wire (`attend`, `store`)."""
+NULL_STORE = <size_t>&store_nothing
 
 
 cdef class FrameServer:
@@ -31,7 +46,8 @@ cdef class FrameServer:
 
     `fd` stays the caller's: to end `run` from another thread, shut the socket down. Fixed buffers for
     the largest frames are allocated here, where the plane has no slots, and freed with the object.
-    `plane`: what carries the frames (Plane); None: the socket itself.
+    `plane`: what carries the frames (Plane); None: the socket itself. `bench`: a benchmark's messages
+    are served too, as long as the largest frame of rows.
     """
 
     cdef fd_server *server
@@ -40,7 +56,7 @@ cdef class FrameServer:
 
     def __cinit__(self, int fd, sizes, *, uint64_t epoch, uint32_t latency_slots,
                   uint32_t bulk_slots, size_t attend, size_t store, size_t ctx, owner=None,
-                  Plane plane=None):
+                  Plane plane=None, bint bench=False):
         self.server = <fd_server *>calloc(1, sizeof(fd_server))
         if self.server == NULL:
             raise MemoryError
@@ -53,6 +69,8 @@ cdef class FrameServer:
         s.ctx = <void *>ctx
         self.owner = owner
         self.plane = plane
+        if bench:
+            s.bench_bytes = sizes.max_rows * max(sizes.row_bytes)
         if plane is not None:
             plane.install(&s.conn)
         if s.conn.plane.view != NULL:

@@ -76,6 +76,8 @@ class RemoteWorker(WorkerLink):
                 break
             except PlaneUnavailable as error:
                 sock.close()
+                if not planes:
+                    raise
                 _give_up(planes, reasons, str(error).removeprefix(f"{address}: "), address)
                 logger.warning("%s: goes on over %s: %s", address, planes[0], reasons[-1])
             except BaseException:
