@@ -7,46 +7,7 @@
  * The minimum is rounded down and the scale up, so that the rounded ones cover the group. Products and sums are
  * rounded apart, which makes the stored bits the same in all instruction sets and in kv_dtypes.py. */
 
-/* The 4 bytes at p in every lane. */
-FD_INLINE vi ISA(spread)(const char *p) {
-#if VL == 8
-    return (vi)_mm256_broadcast_ss((const float *)p); /* as plain C, gcc 12 would do the arithmetic on it in scalars */
-#else
-    int32_t bits;
-    memcpy(&bits, p, sizeof bits);
-    return (vi){0} + bits;
-#endif
-}
-
-FD_INLINE vi ISA(load_bytes)(const char *p) {
-#if VL == 8
-    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-#else
-    const uint8_t *q = (const uint8_t *)p;
-    return (vi){q[0], q[1], q[2], q[3]};
-#endif
-}
-
-FD_INLINE vf ISA(load_int8)(const char *p) {
-#if VL == 8
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-#else
-    const int8_t *q = (const int8_t *)p;
-    return __builtin_convertvector(((vi){q[0], q[1], q[2], q[3]}), vf);
-#endif
-}
-
 enum { ISA(BLOCK_VECTORS) = 16 / VL };
-
-/* 16 integers from 8 bytes of an int4 row, in order. */
-FD_INLINE void ISA(nibbles)(const char *p, vf *x) {
-    FD_UNROLL
-    for (int j = 0; j < 8 / VL; j++) {
-        const vi bytes = ISA(load_bytes)(p + j * VL);
-        x[j] = __builtin_convertvector(bytes & 15, vf);
-        x[8 / VL + j] = __builtin_convertvector(bytes >> 4, vf);
-    }
-}
 
 /* 16 values of an int4 group, its first ones or its second. The product is exact, fused or not. */
 FD_INLINE void ISA(load_int4)(const char *group, int second, vf *x) {

@@ -48,56 +48,7 @@ static inline uint16_t fd_round_fp16(uint32_t bits) {
     return sign | (uint16_t)((mantissa + (1u << (shift - 1)) - 1 + ((mantissa >> shift) & 1)) >> shift);
 }
 
-#define ISA(name) fd_base_##name
-#define FD_ISA_NAME "baseline"
-#define VL 4
-#define vf v4f
-#define vi v4i
-#include "attention_simd.h"
-#include "attention_kernel.h"
-#include "attention_work.h"
-#include "roofline.h"
-#undef ISA
-#undef FD_ISA_NAME
-#undef VL
-#undef vf
-#undef vi
-
-#if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#define ISA(name) fd_avx2_##name
-#define FD_ISA_NAME "avx2"
-#define VL 8
-#define vf v8f
-#define vi v8i
-#include "attention_simd.h"
-#include "attention_kernel.h"
-#include "attention_work.h"
-#include "roofline.h"
-#undef ISA
-#undef FD_ISA_NAME
-#undef VL
-#undef vf
-#undef vi
-#pragma GCC pop_options
-#endif
-
-/* The kernels of this build, best first. */
-static const fd_isa *const fd_isas[] = {
-#if defined(__x86_64__)
-    &fd_avx2_table,
-#endif
-    &fd_base_table,
-};
-enum { FD_NUM_ISAS = sizeof fd_isas / sizeof *fd_isas };
-
-/* Returns the kernel of that name, or NULL when this build or this CPU does not have it. */
-static const fd_isa *fd_find_isa(const char *name) {
-    for (int i = 0; i < FD_NUM_ISAS; i++)
-        if (!strcmp(name, fd_isas[i]->name)) return isa_cpu_has(name) ? fd_isas[i] : NULL;
-    return NULL;
-}
+#include "attention_isas.h"
 
 static uint64_t fd_now_ns(void) {
     struct timespec now;

@@ -17,51 +17,7 @@ FD_INLINE void ISA(store)(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
 FD_INLINE vf ISA(pick)(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
-#if VL == 8
-
-FD_INLINE vf ISA(splat)(float x) { return _mm256_set1_ps(x); }
-FD_INLINE vf ISA(fma)(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-/* b when either is not a number */
-FD_INLINE vf ISA(max)(vf a, vf b) { return _mm256_max_ps(a, b); }
-FD_INLINE vf ISA(min)(vf a, vf b) { return _mm256_min_ps(a, b); }
-FD_INLINE v4f ISA(fold)(vf v) { return _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1); }
-FD_INLINE vf ISA(load_fp16)(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-FD_INLINE vf ISA(load_bf16)(const uint16_t *p) {
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-
-FD_INLINE void ISA(round_fp16)(uint16_t *dst, vf v) {
-    _mm_storeu_si128((__m128i *)dst, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-}
-
-#else
-
-FD_INLINE vf ISA(splat)(float x) { return (vf){x, x, x, x}; }
-FD_INLINE vf ISA(fma)(vf a, vf b, vf c) { return a * b + c; }
-FD_INLINE vf ISA(max)(vf a, vf b) { return ISA(pick)(a > b, a, b); }
-FD_INLINE vf ISA(min)(vf a, vf b) { return ISA(pick)(a < b, a, b); }
-FD_INLINE v4f ISA(fold)(vf v) { return v; }
-FD_INLINE vi ISA(widen)(const uint16_t *p) {
-#ifdef __SSE2__
-    return (vi)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)p), _mm_setzero_si128());
-#else
-    return (vi){p[0], p[1], p[2], p[3]};
-#endif
-}
-/* Normal: move the exponent. Subnormal: as 2^-14 (1 + m) - 2^-14, which no flush-to-zero mode touches. */
-FD_INLINE vf ISA(load_fp16)(const uint16_t *p) {
-    vi h = ISA(widen)(p), magnitude = h & 0x7fff, bits = magnitude << 13;
-    vf normal = (vf)((bits + (112 << 23)) | ((magnitude > 0x7bff) & 0x7f800000));
-    vf tiny = (vf)(bits + (113 << 23)) - (vf)((vi){0} + (113 << 23));
-    return (vf)((vi)ISA(pick)(magnitude < 0x0400, tiny, normal) | ((h & 0x8000) << 16));
-}
-FD_INLINE vf ISA(load_bf16)(const uint16_t *p) { return (vf)(ISA(widen)(p) << 16); }
-FD_INLINE void ISA(round_fp16)(uint16_t *dst, vf v) {
-    for (int i = 0; i < VL; i++) dst[i] = fd_round_fp16((uint32_t)((vi)v)[i]);
-}
-
-#endif
+#include FD_PRIMITIVES
 
 FD_INLINE void ISA(round_bf16)(uint16_t *dst, vf v) {
     const vi bits = (vi)v, odd = (bits >> 16) & 1;
