@@ -21,9 +21,15 @@
 
 #include "entry.h"
 
+/* Powers of two, chosen by measurement: bench/block_sizes.py builds others. */
+#ifndef FD_BLOCK
+#define FD_BLOCK 64 /* tokens of a block */
+#endif
+#ifndef FD_SEG
+#define FD_SEG 1024 /* tokens of a segment: the unit of work, and of rounding (see attention_kernel.h) */
+#endif
+
 enum {
-    FD_BLOCK = 64,    /* tokens of a block */
-    FD_SEG = 1024,    /* tokens of a segment: the unit of work, and of rounding (see attention_kernel.h) */
     FD_SCORES = FD_SEG + 16, /* floats between the scores of two vectors: off the 4 KiB that share a cache set */
     FD_TABLES = 8,
     FD_NODES = 32,    /* NUMA nodes that one session's memory and threads may lie on */

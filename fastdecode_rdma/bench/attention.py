@@ -14,12 +14,13 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from fastdecode_rdma import _team
+from fastdecode_rdma.bench.attention_report import Case, Row, plot, print_rows
 from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, AttentionGeometry, KVGroup
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.huge_pages import HugePageArena
@@ -35,31 +36,6 @@ WORKING_SET = 256 << 20
 """A case has as many layers, attended in turn, as it takes to hold so many bytes of KV: no cache
 keeps them."""
 TORCH_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table."""
-
-    dtype: str
-    batch: int
-    length: int
-    group: int
-    kv_heads: int
-    head_dim: int
-    threads: int
-    isa: str
-
-    @property
-    def layer_bytes(self) -> int:
-        """KV bytes that one attend reads."""
-        row = KV_DTYPES[self.dtype].row_bytes(self.head_dim)
-        return 2 * self.batch * self.length * self.kv_heads * row
-
-    @property
-    def bytes_per_fma(self) -> float:
-        """KV bytes that one multiply-add may wait for: each element meets `group` heads."""
-        return KV_DTYPES[self.dtype].row_bytes(self.head_dim) / (self.head_dim * self.group)
 
 
 class Decode:
@@ -156,26 +132,6 @@ class Machine:
 
     def fmas_per_s(self, isa: str, threads: int) -> float:
         return float(_attention.multiply_adds_per_s(isa, FMA_PIECES, threads))
-
-
-@dataclass(frozen=True)
-class Row:
-    """Medians of one case."""
-
-    case: Case
-    seconds: float
-    read_bytes_per_s: float
-    fmas_per_s: float
-    torch_seconds: float | None
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.case.layer_bytes / self.seconds
-
-    @property
-    def roofline(self) -> float:
-        """KV bytes per second that memory and arithmetic allow."""
-        return min(self.read_bytes_per_s, self.fmas_per_s * self.case.bytes_per_fma)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -288,25 +244,6 @@ def _row(case: Case, runs: list[tuple[float, float, float, float | None]]) -> Ro
     )
 
 
-def print_rows(rows: list[Row]) -> None:
-    print(
-        f"{'KV':<5} {'batch':>5} {'length':>6} {'group':>5} {'kv':>3} {'dim':>4} {'thr':>3} "
-        f"{'isa':<8} {'us':>8} {'GB/s':>6} {'read':>6} {'roof':>6} {'/ read':>6} {'/ roof':>6} "
-        f"{'tokens/s':>9} {'x torch':>7}"
-    )
-    for row in rows:
-        case = row.case
-        beside = "" if row.torch_seconds is None else f"{row.torch_seconds / row.seconds:7.2f}"
-        print(
-            f"{case.dtype:<5} {case.batch:>5} {case.length:>6} {case.group:>5} {case.kv_heads:>3} "
-            f"{case.head_dim:>4} {case.threads:>3} {case.isa:<8} {row.seconds * 1e6:>8.0f} "
-            f"{row.bytes_per_s / 1e9:>6.2f} {row.read_bytes_per_s / 1e9:>6.2f} "
-            f"{row.roofline / 1e9:>6.2f} {row.bytes_per_s / row.read_bytes_per_s:>6.2f} "
-            f"{row.bytes_per_s / row.roofline:>6.2f} {case.batch / row.seconds:>9.0f} {beside}"
-        )
-    print(f"load average {os.getloadavg()[0]:.2f}, {os.cpu_count()} cpus")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measures and prints.
 
@@ -325,32 +262,3 @@ def run(args: argparse.Namespace) -> int:
         plot(rows, args.plot)
     sys.stdout.flush()
     return 0
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draws KV bytes per second over multiply-adds per byte: the roof and our points.
-
-    Raises:
-        ConfigError: matplotlib is not there.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'fastdecode_rdma[bench]'") from None
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    read, fmas = rows[0].read_bytes_per_s, rows[0].fmas_per_s
-    intensity = np.geomspace(0.1, 64, 200)
-    axes.loglog(intensity, np.minimum(read, fmas / intensity) / 1e9, label="roofline")
-    for dtype in dict.fromkeys(row.case.dtype for row in rows):
-        points = [row for row in rows if row.case.dtype == dtype]
-        x = [1 / row.case.bytes_per_fma for row in points]
-        axes.plot(x, [row.bytes_per_s / 1e9 for row in points], "o", label=dtype)
-    axes.set_xlabel("multiply-adds per KV byte")
-    axes.set_ylabel("GB/s of KV")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
