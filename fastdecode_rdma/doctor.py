@@ -18,6 +18,7 @@ from typing import Any
 from fastdecode_rdma import __version__, numa, pages
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.isa import ISA_VARIABLE, UNPROVEN
+from fastdecode_rdma.transport.rdma_facts import find_rdma, format_rdma
 from fastdecode_rdma.worker import limits
 from fastdecode_rdma.worker.memory import SLAB_BYTES, SlabPool
 
@@ -182,6 +183,7 @@ def find_all() -> dict[str, Any]:
         "memlock": find_memlock,
         "numa": find_numa,
         "verbs": find_verbs,
+        "rdma": find_rdma,
     }
     facts = {name: find() for name, find in sections.items()}
     facts["used"] = what_is_used(facts)
@@ -204,7 +206,7 @@ def what_is_used(facts: dict[str, Any]) -> dict[str, str]:
         "dense layers": engine,
         "attention": attention,
         "KV-cache": f"{cache} ({memory['reason']}), {huge['used']} pages",
-        "transport": "tcp",
+        "transport": "shm, rdma or tcp" if facts["rdma"]["usable"] else "shm or tcp",
     }
 
 
@@ -237,7 +239,7 @@ def format_lines(facts: dict[str, Any]) -> str:
     """Returns the facts as one line each, what will be used last."""
     python, torch, kernel = facts["python"], facts["torch"], facts["kernel"]
     threads, memory, huge = facts["threads"], facts["memory"], facts["huge_pages"]
-    memlock, verbs = facts["memlock"], facts["verbs"]
+    memlock = facts["memlock"]
     quota = threads["cgroup_cpus"]
     cores = f"{threads['cpus']} CPUs in the affinity mask, {threads['physical_cores']} cores"
     rows = [
@@ -262,7 +264,7 @@ def format_lines(facts: dict[str, Any]) -> str:
             f"at most {_amount(memlock['hard'], 'unlimited')}",
         ),
         ("NUMA", _numa_line(facts["numa"])),
-        ("RDMA", ", ".join(verbs["devices"]) or "no device"),
+        ("RDMA", format_rdma(facts["rdma"])),
         *((f"use: {name}", text) for name, text in facts["used"].items()),
     ]
     width = max(len(name) for name, _ in rows)

@@ -76,8 +76,9 @@ class WorkerStats:
     """One attention worker, as this generator sees it. If it was lost and has come back, it has the
     number and the counters that it had.
 
-    worker: its number. address: where it listens, or "embedded". transport: "shm", "tcp",
+    worker: its number. address: where it listens, or "embedded". transport: "shm", "rdma", "tcp",
         "loopback". fallback_reason: why it is not a better one, where there was a choice.
+    transport_detail: for rdma the ports, GIDs, MTU and queue pairs in use, and the runners-up.
     is_alive: whether it takes part.
     kv_cache_usage: share (0 to 1) of its KV memory that sequences of this generator hold.
     kv_cache_bytes, kv_cache_capacity_bytes: the same in bytes.
@@ -101,6 +102,7 @@ class WorkerStats:
     wait_s: float
     kernel_s: float
     fallback_reason: str = ""
+    transport_detail: str = ""
 
 
 @dataclass(frozen=True)

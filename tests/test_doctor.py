@@ -29,7 +29,7 @@ def test_it_tells_what_will_be_used_here(capsys):
     output = capsys.readouterr().out
     for word in (__version__, "torch", "kernel", "memlock", "NUMA", "RDMA", "use: attention"):
         assert word in output
-    assert "use: transport     tcp" in output
+    assert "use: transport     shm" in output
 
 
 def test_json_has_the_same_facts(capsys, monkeypatch):

@@ -36,7 +36,7 @@ _NUMPY_DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 class WorkerInfo:
     """What is known of a worker. `capacity_bytes` is its whole KV limit, shared by its engines;
     `fallback_reason` says why better planes than `transport` are not used, where one was free to
-    choose."""
+    choose, `transport_detail` over what it goes where there is more to say."""
 
     name: str
     capacity_bytes: int
@@ -47,6 +47,7 @@ class WorkerInfo:
     seg_tokens: int
     alive: bool = True
     fallback_reason: str = ""
+    transport_detail: str = ""
 
 
 class WorkerLink(ABC):

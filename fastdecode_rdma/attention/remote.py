@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fastdecode_rdma.attention.backend import WorkerInfo, WorkerLink
 from fastdecode_rdma.attention.control import ControlLink
@@ -15,6 +16,7 @@ from fastdecode_rdma.errors import ConfigError, RemoteProtocolError
 from fastdecode_rdma.transport import open_transport, planes_of, why_not
 from fastdecode_rdma.transport.address import Address, parse_url
 from fastdecode_rdma.transport.base import (
+    Attempt,
     FrameSizes,
     PlaneUnavailable,
     Transport,
@@ -26,6 +28,8 @@ from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.connection import Connection
 
 CONNECT_TIMEOUT_S = 10.0
+
+Opening = m.OpenSession | m.OpenBench
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +51,12 @@ class RemoteWorker(WorkerLink):
         heartbeats: Heartbeats,
         token: bytes | None = None,
         timeout_s: float = CONNECT_TIMEOUT_S,
+        worker_index: int = 0,
+        opening: Callable[[str], Opening] | None = None,
     ) -> RemoteWorker:
-        """Connects to a worker, opens a session for a model and beats for it from now on.
+        """Connects to a worker, opens a session for a model and beats for it from now on. The
+        workers of an engine are spread over adapters by `worker_index`. `opening(plane)` says what
+        to ask the worker for; None: a session with the usual slots.
 
         Raises:
             ConfigError: the URL cannot be used.
@@ -59,6 +67,7 @@ class RemoteWorker(WorkerLink):
         address = parse_url(url)
         timeout_s = float(address.options.get("connect_timeout_s", timeout_s))
         planes, reasons = list(planes_of(address)), []
+        attempt = Attempt(worker_index)
         while True:
             sock = dial(address, timeout_s)
             try:
@@ -68,24 +77,36 @@ class RemoteWorker(WorkerLink):
                 while reason := why_not(planes[0], address, offers):
                     _give_up(planes, reasons, reason, address)
                 offer = offers.get(planes[0], b"")
-                opened = _open_session(link, planes[0], geometry)
+                opened = _open_session(link, (opening or usual_opening(geometry))(planes[0]))
                 sizes = FrameSizes.of(geometry, bulk_bytes=opened.slots.bulk_nbytes)
                 transport = open_transport(
-                    address, opened, conn.session_key, sizes=sizes, offer=offer, timeout_s=timeout_s
+                    address,
+                    opened,
+                    conn.session_key,
+                    sizes=sizes,
+                    offer=offer,
+                    timeout_s=timeout_s,
+                    attempt=attempt,
                 )
                 break
             except PlaneUnavailable as error:
                 sock.close()
                 if not planes:
                     raise
-                _give_up(planes, reasons, str(error).removeprefix(f"{address}: "), address)
+                reason = str(error).removeprefix(f"{address}: ")
+                if error.try_again:
+                    attempt = replace(attempt, failed=(*attempt.failed, reason))
+                    continue
+                _give_up(planes, reasons, "; ".join((*attempt.failed, reason)), address)
+                attempt = Attempt(worker_index)
                 logger.warning("%s: goes on over %s: %s", address, planes[0], reasons[-1])
             except BaseException:
                 sock.close()
                 raise
         control = ControlLink(sock, conn)
         heartbeats.watch(control)
-        return cls(control, transport, _info(address, opened, geometry, "; ".join(reasons)))
+        info = _info(address, opened, geometry, "; ".join(reasons))
+        return cls(control, transport, replace(info, transport_detail=transport.detail))
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """`tell(reason)` is called once, on any thread, when the worker falls silent or leaves."""
@@ -119,10 +140,15 @@ def open_sessions(
     heartbeats = Heartbeats()
     workers: list[RemoteWorker] = []
     try:
-        for url in urls:
+        for index, url in enumerate(urls):
             workers.append(
                 RemoteWorker.connect(
-                    url, geometry, heartbeats=heartbeats, token=token, timeout_s=timeout_s
+                    url,
+                    geometry,
+                    heartbeats=heartbeats,
+                    token=token,
+                    timeout_s=timeout_s,
+                    worker_index=index,
                 )
             )
     except BaseException:
@@ -171,11 +197,14 @@ def _greet(link: BlockingConnection, *, ask: bool) -> dict[str, bytes]:
     return dict(link.receive(m.Planes).offers)
 
 
-def _open_session(
-    link: BlockingConnection, plane: str, geometry: AttentionGeometry
-) -> m.SessionOpened:
-    slots = plan_slots(geometry)
-    link.send(m.OpenSession(geometry, slots, transport=plane))
+def usual_opening(geometry: AttentionGeometry) -> Callable[[str], Opening]:
+    """Returns what an engine asks a worker for, by plane."""
+    return lambda plane: m.OpenSession(geometry, plan_slots(geometry), transport=plane)
+
+
+def _open_session(link: BlockingConnection, opening: Opening) -> m.SessionOpened:
+    slots, plane = opening.slots, opening.transport
+    link.send(opening)
     opened = link.receive(m.SessionOpened)
     granted = opened.slots
     if (granted.latency_nbytes, granted.bulk_nbytes) != (slots.latency_nbytes, slots.bulk_nbytes):

@@ -66,6 +66,7 @@ def _worker(parts: EngineParts, index: int, counted: Mapping[str, int]) -> Worke
         address=info.name,
         transport=info.transport,
         fallback_reason=info.fallback_reason,
+        transport_detail=info.transport_detail,
         is_alive=info.alive,
         kv_cache_usage=_share(used, capacity),
         kv_cache_bytes=used,

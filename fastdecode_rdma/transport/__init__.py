@@ -6,6 +6,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fastdecode_rdma.transport.base import Attempt
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,11 +22,15 @@ logger = logging.getLogger(__name__)
 # an address without a scheme tries them.
 _TRANSPORTS = {
     "shm": ("fastdecode_rdma.transport.shm", "ShmTransport"),
+    "rdma": ("fastdecode_rdma.transport.rdma_transport", "RdmaTransport"),
     "tcp": ("fastdecode_rdma.transport.tcp", "TcpTransport"),
 }
 
 # What a worker offers besides TCP.
-_HOSTS = {"shm": ("fastdecode_rdma.transport.shm_host", "ShmHost")}
+_HOSTS = {
+    "shm": ("fastdecode_rdma.transport.shm_host", "ShmHost"),
+    "rdma": ("fastdecode_rdma.transport.rdma_host", "RdmaHost"),
+}
 
 
 def _load(row: tuple[str, str]) -> type:
@@ -50,16 +56,24 @@ def open_transport(
     sizes: FrameSizes,
     offer: bytes = b"",
     timeout_s: float,
+    attempt: Attempt | None = None,
 ) -> ConnectedTransport:
     """Connects the data plane of a session that the worker at `address` has opened.
 
     Raises:
-        PlaneUnavailable: this plane cannot be set up between the two.
+        PlaneUnavailable: this plane cannot be set up between the two, or not in the way that this
+            attempt took.
         TransportError, TransportTimeout, RemoteProtocolError: they name the address.
     """
     transport = _load(_TRANSPORTS[opened.transport])
     return transport.open(
-        address, opened, session_key, sizes=sizes, offer=offer, timeout_s=timeout_s
+        address,
+        opened,
+        session_key,
+        sizes=sizes,
+        offer=offer,
+        timeout_s=timeout_s,
+        attempt=attempt or Attempt(),
     )
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl
 
 from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.transport.rdma_wish import OPTIONS as RDMA_OPTIONS
+from fastdecode_rdma.transport.rdma_wish import Wish
 from fastdecode_rdma.wire.address import parse_address
 
-PLANES = ("shm", "tcp")
+PLANES = ("shm", "rdma", "tcp")
 """Schemes of one plane each; transport/__init__.py has a row for each."""
 
 SCHEMES = ("auto", *PLANES)
 """auto, also for an address without a scheme: the best plane that works."""
-
-PLANNED_SCHEMES = ("rdma",)
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ OPTIONS: Mapping[str, Option] = {
     "connect_timeout_s": Option(float),
     "buffer_bytes": Option(int, ("tcp",)),
     "spin_us": Option(float, ("shm",), may_be_zero=True),
+    **{name: Option(str, ("rdma",)) for name in RDMA_OPTIONS},
 }
 """connect_timeout_s: for connection and handshake. buffer_bytes: of each socket buffer. spin_us:
-how long both sides look for each other's news before they sleep; else their cores decide."""
+how long both sides look for each other's news before they sleep; else their cores decide.
+Those of rdma: transport/rdma_wish.py."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,6 @@ def parse_url(text: str) -> Address:
     scheme, separator, place = url.rpartition("://")
     if not separator:
         scheme, place = "auto", url
-    if scheme in PLANNED_SCHEMES:
-        raise ConfigError(
-            f"{text!r}: the {scheme} transport is not available in this version; use tcp://"
-        )
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ConfigError(f"{text!r}: unknown transport {scheme!r}; expected {known}")
@@ -105,6 +103,10 @@ def _parse_options(text: str, scheme: str, query: str) -> dict[str, float | str]
                 f"{text!r}: option {name} says nothing to {scheme}://, only to {meant}"
             )
         options[name] = value if option.kind is str else _parse_number(text, name, option, value)
+    try:
+        Wish.of(options, {})
+    except ConfigError as error:
+        raise ConfigError(f"{text!r}: option {error}") from None
     return options
 
 

@@ -54,7 +54,20 @@ MAX_BUFFER_BYTES = 1 << 36
 
 
 class PlaneUnavailable(TransportError):
-    """This data plane cannot be used between these two; another one may. Says why."""
+    """This data plane cannot be used between these two; another one may. Says why. `try_again`:
+    there are more ways to set this one up."""
+
+    def __init__(self, message: str, *, try_again: bool = False) -> None:
+        super().__init__(message)
+        self.try_again = try_again
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Which worker of its engine a plane is set up for, and why earlier attempts failed."""
+
+    worker_index: int = 0
+    failed: tuple[str, ...] = ()
 
 
 class PortTimeout(TransportTimeout):

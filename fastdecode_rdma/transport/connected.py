@@ -17,7 +17,10 @@ from fastdecode_rdma.wire.connection import check_data_accepted, data_hello
 
 class ConnectedTransport(Transport):
     """The data socket of a session that a worker has opened, proved by both ends; `plane` carries
-    the frames, None: the socket does."""
+    the frames, None: the socket does. `detail` says over what, in one line, where there is more to
+    say than the plane's name."""
+
+    detail = ""
 
     def __init__(
         self,

@@ -14,21 +14,22 @@ from typing import Any
 from fastdecode_rdma.errors import RemoteProtocolError, TransportError, TransportTimeout
 from fastdecode_rdma.transport._rdma import RECEIVED, SPARE_RECEIVES, SlotPlane
 from fastdecode_rdma.transport.rdma_bindings import Binding, Queue
-from fastdecode_rdma.transport.rdma_limits import check_limits, explain_failure
+from fastdecode_rdma.transport.rdma_limits import (
+    MEMORY_BYTES,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    check_limits,
+    explain_failure,
+)
 from fastdecode_rdma.transport.rdma_ports import INFINIBAND, Gid, Port
 from fastdecode_rdma.transport.rdma_select import pkey_index
 from fastdecode_rdma.transport.rdma_wish import MTUS, Wish
 
-NUM_SLOTS = 16
-SLOT_BYTES = 128 << 10
-"""16 slots of 128 KiB each way are 4 MiB, half of the usual RLIMIT_MEMLOCK; longer frames go in
-chunks, copied while the adapter sends the one before."""
-
 DEPTH = 2 * NUM_SLOTS + 32
 MAX_INLINE = 256
 RECEIVES = NUM_SLOTS + SPARE_RECEIVES
-PING = 0xFF << 24 | 0xABCDEF
-"""Immediate value of a ping, which carries no bytes."""
+PING = 0xFF << 24
+"""Immediate value of a ping: to the plane, a message that returns no slots."""
 
 _PSN = 1 << 24
 
@@ -87,7 +88,7 @@ class Endpoint:
         self.psn = secrets.randbelow(_PSN)
         self.mtu_bytes = 0
         self.route = ""
-        nbytes = 2 * NUM_SLOTS * SLOT_BYTES
+        nbytes = MEMORY_BYTES
         try:
             self.queue: Queue = binding.open_queue(port.device)
         except OSError as error:
@@ -173,31 +174,25 @@ class Endpoint:
         return TransportError(text, error.errno)
 
     def ping(self, timeout_s: float) -> None:
-        """Sends an empty message and waits for the peer's and for its acknowledgement.
+        """Writes a packet of full length into the peer's first slot and waits until the peer's
+        adapter has acknowledged it. The peer's plane takes no notice; it must send nothing before.
 
         Raises:
             TransportError: it was not acknowledged; says why, with both ends.
-            TransportTimeout: nothing came in time.
+            TransportTimeout: not in time.
         """
         deadline_s = time.monotonic() + timeout_s
-        sent = received = False
         try:
-            self.queue.write(0, 0, PING, 1)
-            while not (sent and received):
-                for kind, status, imm, _, _ in self.queue.poll(4):
-                    if status:
-                        raise TransportError(self.queue.explain(status))
-                    if kind != RECEIVED:
-                        sent = True
-                    elif imm == PING:
-                        received = True
-                        self.queue.receive(1)
-                    else:
-                        raise RemoteProtocolError(f"{self.route}: something else came than a ping")
+            self.queue.write(0, self.mtu_bytes, PING, 1)
+            while not (done := self.queue.poll(1)):
                 if time.monotonic() > deadline_s:
-                    missing = "answer to the" if sent else "acknowledgement of a"
-                    raise TransportTimeout(f"{self.route}: no {missing} ping in {timeout_s:g} s")
+                    raise TransportTimeout(f"{self.route}: no answer to a ping in {timeout_s:g} s")
                 time.sleep(0)
+            kind, status, *_ = done[0]
+            if status:
+                raise TransportError(self.queue.explain(status))
+            if kind == RECEIVED:
+                raise RemoteProtocolError(f"{self.route}: the peer spoke before it was asked")
         except OSError as error:
             raise self._refused(error) from error
 

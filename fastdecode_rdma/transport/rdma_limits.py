@@ -9,6 +9,13 @@ from pathlib import Path
 
 from fastdecode_rdma.errors import TransportError
 
+NUM_SLOTS = 16
+SLOT_BYTES = 128 << 10
+"""Of each direction. Longer frames go in chunks, copied while the adapter sends the one before."""
+
+MEMORY_BYTES = 2 * NUM_SLOTS * SLOT_BYTES
+"""Registered for one connection: 4 MiB, half of the usual RLIMIT_MEMLOCK."""
+
 _CAP_IPC_LOCK = 14
 _MEMLOCK_FIX = (
     "raise it with `ulimit -l unlimited`, in a service with LimitMEMLOCK=infinity, in a container "

@@ -16,7 +16,7 @@ import time
 from fastdecode_rdma.errors import RemoteProtocolError
 from fastdecode_rdma.transport._pump import ShmPlane, shm_segment_bytes
 from fastdecode_rdma.transport.address import Address
-from fastdecode_rdma.transport.base import FrameSizes, PlaneUnavailable
+from fastdecode_rdma.transport.base import Attempt, FrameSizes, PlaneUnavailable
 from fastdecode_rdma.transport.blocking import BlockingConnection
 from fastdecode_rdma.transport.connected import ConnectedTransport, prove_data_socket
 from fastdecode_rdma.transport.same_host import boot_id, cpu_mask, peer_of
@@ -79,6 +79,7 @@ class ShmTransport(ConnectedTransport):
         sizes: FrameSizes,
         offer: bytes,
         timeout_s: float,
+        attempt: Attempt,
     ) -> ShmTransport:
         """Makes the segment and gives it to the worker of the session.
 

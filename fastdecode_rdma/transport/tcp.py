@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastdecode_rdma.errors import TransportError, TransportTimeout
 from fastdecode_rdma.transport.address import Address
-from fastdecode_rdma.transport.base import FrameSizes
+from fastdecode_rdma.transport.base import Attempt, FrameSizes
 from fastdecode_rdma.transport.blocking import BlockingConnection
 from fastdecode_rdma.transport.connected import ConnectedTransport, prove_data_socket
 from fastdecode_rdma.wire import messages as m
@@ -83,6 +83,7 @@ class TcpTransport(ConnectedTransport):
         sizes: FrameSizes,
         offer: bytes,
         timeout_s: float,
+        attempt: Attempt,
     ) -> TcpTransport:
         """Connects the data socket and proves, both ways, that it belongs to the session.
 

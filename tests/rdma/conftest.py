@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,18 +21,19 @@ from fastdecode_rdma.transport.rdma_wish import Wish
 IN_GUEST = "RDMA_VM_NODE" in os.environ
 
 
-def _transport_fixtures() -> ModuleType:
-    """The rig of tests/transport, which is loaded by path: test folders are no packages."""
-    path = Path(__file__).resolve().parents[1] / "transport" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("rdma_transport_fixtures", path)
+def _fixtures_of(folder: str) -> ModuleType:
+    """The fixtures of another folder of tests, loaded by path: these folders are no packages."""
+    path = Path(__file__).resolve().parents[1] / folder / "conftest.py"
+    spec = importlib.util.spec_from_file_location(f"rdma_{folder}_fixtures", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-_fixtures = _transport_fixtures()
-make_rig, new_geometry = _fixtures.make_rig, _fixtures.new_geometry
+_transport, _attention = _fixtures_of("transport"), _fixtures_of("attention")
+make_rig, new_geometry = _transport.make_rig, _transport.new_geometry
+serve, connect = _attention.serve, _attention.connect
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,10 +81,7 @@ def make_endpoints(pair: Pair) -> Iterator[Callable[..., tuple[Endpoint, Endpoin
         if connect:
             first.connect(second.offer(), pair.remote, pair.remote_gid, wish)
             second.connect(first.offer(), pair.local, pair.local_gid, wish)
-            answer = threading.Thread(target=second.ping, args=(20.0,))
-            answer.start()
             first.ping(20.0)
-            answer.join()
         return first, second
 
     yield make
