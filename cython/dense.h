@@ -63,7 +63,9 @@ typedef struct {
     const float *x;
     const char *w;             /* the first of its panels, panel_bytes apart */
     int64_t x_stride, panel_bytes, kc;
-    float *sums;               /* [panels][DENSE_SKINNY][16], in and out */
+    float *sums;               /* blocked x: [panels][DENSE_SKINNY][16] so far, in and out; else totals [rows][16] */
+    const float *scales;       /* of a whole block */
+    int first;                 /* block: its totals are set, not added to */
     const char *near, *far;    /* fetched meanwhile: from near on for the first `split` k, then from far on */
     int64_t split;
     int first_line, last_line; /* with one panel, which of the lines of every four k: tiles share the work */

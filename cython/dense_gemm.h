@@ -56,8 +56,8 @@ static void DENSE(skinny_panels)(const dense_gemm_job *job, int64_t p, int np, c
             piece.w += piece.kc * line;
         }
         for (int q = 0; q < np; q++) {
-            const float *scales = type == DENSE_INT8 ? (const float *)(piece.w + q * job->panel_bytes) : NULL;
-            DENSE(fold)(sums[q], scales, rows, total[q], k0 == 0);
+            const float *scales = (const float *)(piece.w + q * job->panel_bytes);
+            DENSE(fold)(type, sums[q], scales, rows, total[q], k0 == 0);
         }
         if (type == DENSE_INT8) piece.w += DENSE_SCALES;
         x += rows * DENSE_KC;
@@ -77,22 +77,20 @@ static void DENSE(skinny)(const dense_gemm_job *job, int64_t low, int64_t high)
     }
 }
 
-/* total [rows][16] = or += x [rows][kc] times kc lines of a panel, summed from zero, by the scales if any.
+/* total [rows][16] = or += x [rows][kc] times a block of kc lines of a panel, behind which are its scales if any.
  * `ahead`: the lines that come after these, to be fetched meanwhile; or NULL. */
 static void DENSE(block_panel)(int type, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t kc,
-                               const float *scales, float *total, int first, const char *ahead)
+                               float *total, int first, const char *ahead)
 {
     const int64_t num_tiles = (rows + DENSE_MR - 1) / DENSE_MR;
-    float sums[DENSE_MR * DENSE_PANEL] __attribute__((aligned(64)));
-    dense_piece piece = {.x_stride = x_stride, .w = w, .kc = kc, .sums = sums, .near = ahead ? ahead : w,
-                         .split = kc & ~(int64_t)3};
+    dense_piece piece = {.x_stride = x_stride, .w = w, .kc = kc, .near = ahead ? ahead : w, .split = kc & ~(int64_t)3,
+                         .scales = (const float *)(w + kc * DENSE_LINE(type)), .first = first};
     if (ahead) piece.last_line = DENSE_LINE(type) / 16;
     for (int64_t t = 0; t < num_tiles; t++, piece.last_line = 0) { /* dealt evenly: 32 rows are 5, 5, 6, 5, 5, 6 */
         const int64_t m0 = rows * t / num_tiles, m1 = rows * (t + 1) / num_tiles;
         piece.x = x + m0 * x_stride;
-        memset(sums, 0, (m1 - m0) * DENSE_PANEL * sizeof(float));
+        piece.sums = total + m0 * DENSE_PANEL;
         DENSE(any_tile)((int)(m1 - m0), 1, type, 0, &piece);
-        DENSE(fold)(sums, scales, m1 - m0, total + m0 * DENSE_PANEL, first);
     }
 }
 
@@ -107,10 +105,9 @@ static void DENSE(block_panels)(const dense_gemm_job *job, int64_t low, int64_t 
         const int64_t kc = job->k - k < DENSE_KC ? job->k - k : DENSE_KC;
         for (int64_t p = low; p < high; p++) {
             const char *w = packed + p * job->panel_bytes + dense_block_at(type, k);
-            const float *scales = type == DENSE_INT8 ? (const float *)(w + kc * DENSE_LINE(type)) : NULL;
             const char *ahead = p + 1 < high ? w + job->panel_bytes
                                              : packed + low * job->panel_bytes + dense_block_at(type, k + kc);
-            DENSE(block_panel)(type, job->x + m0 * job->x_stride + k, job->x_stride, m1 - m0, w, kc, scales,
+            DENSE(block_panel)(type, job->x + m0 * job->x_stride + k, job->x_stride, m1 - m0, w, kc,
                                total[p - low], k == 0, ahead);
         }
     }

@@ -25,7 +25,7 @@ static void dense_pack_int8(const void *row, int row_type, int64_t k, int64_t j,
         const float scale = largest / 127.0f;
         for (int64_t i = k0; i < k1; i++, to += DENSE_PANEL) {
             float steps = scale > 0.0f && scale <= FLT_MAX ? rintf(dense_value(row, row_type, i) / scale) : 0.0f;
-            *to = (int8_t)(steps > 127.0f ? 127.0f : steps < -127.0f ? -127.0f : steps); /* a subnormal scale is coarse */
+            *to = (int8_t)fmaxf(-127.0f, fminf(127.0f, steps)); /* beyond when the scale is subnormal: too coarse */
         }
         memcpy(panel + dense_block_at(DENSE_INT8, k0) + (k1 - k0) * DENSE_PANEL + 4 * j, &scale, 4);
     }

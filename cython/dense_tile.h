@@ -56,7 +56,7 @@ DENSE_INLINE void DENSE(weights)(const int type, const char *w, DENSE(vf) *out)
     }
 }
 
-/* Adds the products of one k to all sums. `blocked`: rows of x are DENSE_KC apart, a constant saves registers. */
+/* Adds the products of one k to all sums. `blocked`: rows of x are DENSE_KC apart; a constant saves registers. */
 DENSE_INLINE void DENSE(step)(const int mr, const int np, const int type, const int blocked, const dense_piece *piece,
                               int64_t k, DENSE(vf) (*sum)[DENSE_MAX_NP][DENSE_VECS])
 {
@@ -68,21 +68,6 @@ DENSE_INLINE void DENSE(step)(const int mr, const int np, const int type, const 
             const DENSE(vf) value = DENSE(splat)(piece->x[m * x_stride + k]);
             for (int i = 0; i < DENSE_VECS; i++) sum[m][p][i] = DENSE_MADD(value, weight[i], sum[m][p][i]);
         }
-    }
-}
-
-/* Four k. Unrolled only where the sums leave registers for it: with more, compilers spill some. */
-DENSE_INLINE void DENSE(four_steps)(const int mr, const int np, const int type, const int blocked,
-                                    const dense_piece *piece, int64_t k, DENSE(vf) (*sum)[DENSE_MAX_NP][DENSE_VECS])
-{
-    if (mr * np * DENSE_VECS > 8) {
-#pragma GCC unroll 1
-        for (int64_t i = k; i < k + 4; i++) DENSE(step)(mr, np, type, blocked, piece, i, sum);
-    } else { /* by hand: a loop of four is unrolled too late for the sums to become registers */
-        DENSE(step)(mr, np, type, blocked, piece, k, sum);
-        DENSE(step)(mr, np, type, blocked, piece, k + 1, sum);
-        DENSE(step)(mr, np, type, blocked, piece, k + 2, sum);
-        DENSE(step)(mr, np, type, blocked, piece, k + 3, sum);
     }
 }
 
@@ -98,20 +83,46 @@ DENSE_INLINE void DENSE(fetch)(const int np, const int type, const dense_piece *
         for (int i = 0; i < DENSE_LINE(type) / 16; i++) __builtin_prefetch(from + p * piece->panel_bytes + 64 * i);
 }
 
+/* Where the sums go: a stretch of a block hands them on as they are, a whole block starts from zero and ends in
+ * its total, = or +=, by the block's scales if any.
+ *
+ * Blocks of DENSE_KC terms are summed apart and then added up: the rounding error grows with
+ * sqrt(KC + K / KC) instead of sqrt(K). Measured on Gemma 3 270M (K up to 2048, activations in the
+ * thousands): a quarter of the error of one long sum. */
+DENSE_INLINE void DENSE(total)(const int type, DENSE(vf) sum, const float *scales, int first, float *total)
+{
+    if (type == DENSE_INT8) sum *= *(const DENSE(vfu) *)scales;
+    *(DENSE(vfu) *)total = first ? sum : sum + *(const DENSE(vfu) *)total;
+}
+
 DENSE_INLINE void DENSE(tile)(const int mr, const int np, const int type, const int blocked, const dense_piece *given)
 {
     const dense_piece piece = *given;
     DENSE(vf) sum[DENSE_MR][DENSE_MAX_NP][DENSE_VECS];
     for (int m = 0; m < mr; m++)
         for (int p = 0; p < np; p++)
-            for (int i = 0; i < DENSE_VECS; i++)
-                sum[m][p][i] = *(DENSE(vfu) *)(piece.sums + (p * DENSE_SKINNY + m) * DENSE_PANEL + i * DENSE_VL);
+            for (int i = 0; i < DENSE_VECS; i++) {
+                const float *from = piece.sums + (p * DENSE_SKINNY + m) * DENSE_PANEL + i * DENSE_VL;
+                sum[m][p][i] = (DENSE(vf)){0};
+                if (blocked) sum[m][p][i] = *(const DENSE(vfu) *)from;
+            }
     const char *from = piece.near;
     int64_t k = 0, end = piece.split;
     for (int part = 0; part < 2; part++) {
-        for (; k < end; k += 4, from += 4 * DENSE_LINE(type)) {
-            DENSE(fetch)(np, type, &piece, from);
-            DENSE(four_steps)(mr, np, type, blocked, &piece, k, sum);
+        if (mr * np * DENSE_VECS > 8) { /* not unrolled: it would take registers that the sums need */
+#pragma GCC unroll 1
+            for (; k < end; k++, from += DENSE_LINE(type)) {
+                if (k % 4 == 0) DENSE(fetch)(np, type, &piece, from);
+                DENSE(step)(mr, np, type, blocked, &piece, k, sum);
+            }
+        } else { /* by hand: an inner loop is unrolled too late for the sums to become registers */
+            for (; k < end; k += 4, from += 4 * DENSE_LINE(type)) {
+                DENSE(fetch)(np, type, &piece, from);
+                DENSE(step)(mr, np, type, blocked, &piece, k, sum);
+                DENSE(step)(mr, np, type, blocked, &piece, k + 1, sum);
+                DENSE(step)(mr, np, type, blocked, &piece, k + 2, sum);
+                DENSE(step)(mr, np, type, blocked, &piece, k + 3, sum);
+            }
         }
         from = piece.far;
         end = piece.kc & ~(int64_t)3;
@@ -119,8 +130,11 @@ DENSE_INLINE void DENSE(tile)(const int mr, const int np, const int type, const 
     for (; k < piece.kc; k++) DENSE(step)(mr, np, type, blocked, &piece, k, sum);
     for (int m = 0; m < mr; m++)
         for (int p = 0; p < np; p++)
-            for (int i = 0; i < DENSE_VECS; i++)
-                *(DENSE(vfu) *)(piece.sums + (p * DENSE_SKINNY + m) * DENSE_PANEL + i * DENSE_VL) = sum[m][p][i];
+            for (int i = 0; i < DENSE_VECS; i++) {
+                float *to = piece.sums + (p * DENSE_SKINNY + m) * DENSE_PANEL + i * DENSE_VL;
+                if (blocked) *(DENSE(vfu) *)to = sum[m][p][i];
+                else DENSE(total)(type, sum[m][p][i], piece.scales + i * DENSE_VL, piece.first, to);
+            }
 }
 
 #define DENSE_CASE(MR, NP)                            \
@@ -165,7 +179,7 @@ DENSE_TILES(blocked_fp32_tile, DENSE_FP32, 1)
 DENSE_TILES(blocked_bf16_tile, DENSE_BF16, 1)
 DENSE_TILES(blocked_int8_tile, DENSE_INT8, 1)
 
-/* Adds x [mr] times panels [np] to piece->sums; np is 1 unless x is blocked. */
+/* Rows [mr] times panels [np] into piece->sums; np is 1 unless x is blocked. */
 static void DENSE(any_tile)(int mr, int np, int type, int blocked, const dense_piece *piece)
 {
     static void (*const tiles[][2])(int, int, const dense_piece *) = {
@@ -176,19 +190,12 @@ static void DENSE(any_tile)(int mr, int np, int type, int blocked, const dense_p
     tiles[type][blocked](mr, np, piece);
 }
 
-/* total [rows][16] = or += the finished sums [rows][16] of one block of k, by the block's scales [16] if any.
- *
- * Blocks of DENSE_KC terms are summed apart and then added up: the rounding error grows with
- * sqrt(KC + K / KC) instead of sqrt(K). Measured on Gemma 3 270M (K up to 2048, activations in the
- * thousands): a quarter of the error of one long sum. */
-static void DENSE(fold)(const float *sums, const float *scales, int64_t rows, float *total, int first)
+/* The totals [rows][16] of a panel from the sums [rows][16] of a block that came in stretches. */
+static void DENSE(fold)(int type, const float *sums, const float *scales, int64_t rows, float *total, int first)
 {
-    for (int64_t m = 0; m < rows; m++) {
-        for (int i = 0; i < DENSE_VECS; i++) {
-            DENSE(vfu) *to = (DENSE(vfu) *)(total + m * DENSE_PANEL + i * DENSE_VL);
-            DENSE(vf) value = *(const DENSE(vfu) *)(sums + m * DENSE_PANEL + i * DENSE_VL);
-            if (scales) value *= *(const DENSE(vfu) *)(scales + i * DENSE_VL);
-            *to = first ? value : value + *to;
-        }
+    for (int64_t at = 0; at < rows * DENSE_PANEL; at += DENSE_VL) {
+        const DENSE(vf) sum = *(const DENSE(vfu) *)(sums + at);
+        if (type == DENSE_INT8) DENSE(total)(DENSE_INT8, sum, scales + at % DENSE_PANEL, first, total + at);
+        else DENSE(total)(DENSE_FP32, sum, scales, first, total + at);
     }
 }
