@@ -164,10 +164,11 @@ def test_kill_9_of_one_of_three_workers_mid_decode_loses_no_request(
     with deterministic(path, None) as gen:
         expected = ids_and_logprobs(gen.complete(PROMPTS, params))
     workers = start_workers(3)
+    places = [worker.address.removeprefix("tcp://") for worker in workers]
     seen: dict[int, list] = {index: [] for index in range(len(PROMPTS))}
     with Generator.from_pretrained(
         path,
-        workers=[w.address for w in workers],
+        workers=[f"tcp://{places[0]}", f"shm://{places[1]}", places[2]],  # of every kind one
         deterministic=is_deterministic,
         kv_cache_dtype="fp16",
         max_model_len=512,
