@@ -52,6 +52,7 @@ class Ours(Contender):
     """This library with an embedded worker."""
 
     workers: list[str] | None = None
+    quantization: str | None = None
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
@@ -59,7 +60,7 @@ class Ours(Contender):
 
         self.gen = Generator.from_pretrained(
             args.model, workers=self.workers, max_model_len=1024, max_num_seqs=256,
-            kv_cache_dtype=args.kv_cache_dtype,
+            kv_cache_dtype=args.kv_cache_dtype, quantization=self.quantization,
         )  # fmt: skip
 
     def run(self, batch: int) -> dict[str, float]:
@@ -92,6 +93,12 @@ class Ours(Contender):
 
     def close(self) -> None:
         self.gen.close()
+
+
+class OursInt8(Ours):
+    """This library with an embedded worker and weights rounded to int8."""
+
+    quantization = "int8"
 
 
 class OursTcp(Ours):
@@ -241,6 +248,7 @@ class PackedFloor(Floor):
 
 CONTENDERS: dict[str, type[Contender]] = {
     "embedded": Ours,
+    "embedded int8": OursInt8,
     "tcp": OursTcp,
     "transformers fp32": Transformers,
     "transformers bf16": TransformersBf16,
