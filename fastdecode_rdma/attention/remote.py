@@ -78,16 +78,10 @@ class RemoteWorker(WorkerLink):
                     _give_up(planes, reasons, reason, address)
                 offer = offers.get(planes[0], b"")
                 opened = _open_session(link, (opening or usual_opening(geometry))(planes[0]))
-                sizes = FrameSizes.of(geometry, bulk_bytes=opened.slots.bulk_nbytes)
-                transport = open_transport(
-                    address,
-                    opened,
-                    conn.session_key,
-                    sizes=sizes,
-                    offer=offer,
-                    timeout_s=timeout_s,
-                    attempt=attempt,
-                )
+                # from here on: a plane may take longer to set up than the worker's patience
+                control = ControlLink(sock, conn)
+                heartbeats.watch(control)
+                transport = _open_plane(control, link, address, opened, geometry, offer, attempt)
                 break
             except PlaneUnavailable as error:
                 sock.close()
@@ -103,8 +97,6 @@ class RemoteWorker(WorkerLink):
             except BaseException:
                 sock.close()
                 raise
-        control = ControlLink(sock, conn)
-        heartbeats.watch(control)
         info = _info(address, opened, geometry, "; ".join(reasons))
         return cls(control, transport, replace(info, transport_detail=transport.detail))
 
@@ -156,6 +148,31 @@ def open_sessions(
             worker.close()
         raise
     return workers
+
+
+def _open_plane(
+    control: ControlLink,
+    link: BlockingConnection,
+    address: Address,
+    opened: m.SessionOpened,
+    geometry: AttentionGeometry,
+    offer: bytes,
+    attempt: Attempt,
+) -> Transport:
+    """Connects the data plane of a session; ends the session if that fails."""
+    try:
+        return open_transport(
+            address,
+            opened,
+            link.conn.session_key,
+            sizes=FrameSizes.of(geometry, bulk_bytes=opened.slots.bulk_nbytes),
+            offer=offer,
+            timeout_s=link.timeout_s,
+            attempt=attempt,
+        )
+    except BaseException:
+        control.close()
+        raise
 
 
 def _give_up(planes: list[str], reasons: list[str], reason: str, address: Address) -> None:

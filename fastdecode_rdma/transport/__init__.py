@@ -39,8 +39,12 @@ def _load(row: tuple[str, str]) -> type:
 
 
 def planes_of(address: Address) -> tuple[str, ...]:
-    """Returns the planes that an address allows, best first."""
-    return tuple(_TRANSPORTS) if address.scheme == "auto" else (address.scheme,)
+    """Returns the planes that an address allows, best first, and has them ready: a worker that was
+    greeted does not wait long."""
+    planes = tuple(_TRANSPORTS) if address.scheme == "auto" else (address.scheme,)
+    for plane in planes:
+        _load(_TRANSPORTS[plane]).prepare()
+    return planes
 
 
 def why_not(plane: str, address: Address, offers: Mapping[str, bytes]) -> str:

@@ -22,6 +22,10 @@ class ConnectedTransport(Transport):
 
     detail = ""
 
+    @classmethod
+    def prepare(cls) -> None:
+        """Does what takes its time and needs no worker yet."""
+
     def __init__(
         self,
         address: Address,

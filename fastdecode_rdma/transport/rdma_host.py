@@ -34,17 +34,20 @@ class RdmaHost(PlaneHost):
     def __init__(self) -> None:
         self._wish = Wish.of({}, os.environ)
         try:
-            ports = usable_ports(read_ports(), self._wish)
+            ports = self._usable()
             self._binding = find_binding()
         except TransportError as error:
             raise OSError(errno.ENODEV, str(error)) from error
         listed = ", ".join(str(port) for port in ports)
         logger.info("RDMA through %s: %s", self._binding, listed)
 
+    def _usable(self) -> list[Port]:
+        return usable_ports(read_ports(through=self._wish.gid or 0), self._wish)
+
     def offer(self) -> bytes:
         """Returns the ports that are usable now."""
         try:
-            return offer_ports(usable_ports(read_ports(), self._wish))
+            return offer_ports(self._usable())
         except TransportError as error:
             logger.warning("no RDMA at the moment: %s", error)
             return offer_ports([])
@@ -72,7 +75,7 @@ class RdmaHost(PlaneHost):
         return plane, WorkerEnd(endpoint.offer(), ours, self._binding.name).encode()
 
     def _find(self, end: EngineEnd) -> tuple[Port, Gid]:
-        for port in usable_ports(read_ports(), self._wish):
+        for port in self._usable():
             for gid in port.gids:
                 if (port.device, port.number, gid.index) == (end.device, end.number, end.gid_index):
                     return port, gid

@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ MAX_PORTS = 64
 MAX_PKEYS = 128
 MAX_GIDS = 128
 """Of one port; containers and VLANs fill tables, nobody needs more of them than this to choose."""
+
+MAX_EMPTY = 32
+"""So many empty lines in a row end a GID table."""
 
 _ZERO = "::"
 _RTM_GETADDR = 22
@@ -112,10 +115,13 @@ def canonical(text: str) -> str:
 # ---- reading this machine ----
 
 
-def read_ports(root: Path = ROOT, networks: Mapping[str, int] | None = None) -> list[Port]:
+def read_ports(
+    root: Path = ROOT, networks: Mapping[str, int] | None = None, *, through: int = 0
+) -> list[Port]:
     """Returns every port of every RDMA device, usable or not; an empty list where there is none.
 
-    `networks` maps the addresses of the interfaces to prefix lengths (`interface_networks()`).
+    `networks` maps the addresses of the interfaces to prefix lengths (`interface_networks()`). GID
+    tables are read up to index `through` and on until they look empty.
     """
     known = interface_networks() if networks is None else networks
     vlans = _vlans(root)
@@ -125,24 +131,14 @@ def read_ports(root: Path = ROOT, networks: Mapping[str, int] | None = None) -> 
             continue  # a switch, or iWARP, which has no write with immediate data
         node = _numa_node(device, root)
         for folder in sorted((device / "ports").glob("*"), key=_natural):
-            ports.append(_read_port(device.name, folder, node, root, known, vlans))
+            gids = _read_gids(folder, known, vlans, through)
+            ports.append(_read_port(device.name, folder, node, root, gids))
     return ports
 
 
 def _read_port(
-    device: str,
-    folder: Path,
-    node: int | None,
-    root: Path,
-    networks: Mapping[str, int],
-    vlans: Mapping[str, int],
+    device: str, folder: Path, node: int | None, root: Path, gids: tuple[Gid, ...]
 ) -> Port:
-    layer = _text(folder / "link_layer")
-    gids = []
-    for path in sorted((folder / "gids").glob("*"), key=_natural)[: 8 * MAX_GIDS]:
-        gid = _read_gid(path, folder / "gid_attrs", layer, networks, vlans)
-        if gid is not None:
-            gids.append(gid)
     places = sorted((folder / "pkeys").glob("*"), key=_natural)[:MAX_PKEYS]
     pkeys = [_integer(_text(path)) for path in places]
     while pkeys and not pkeys[-1]:
@@ -151,35 +147,52 @@ def _read_port(
     return Port(
         device=device,
         number=int(folder.name),
-        link_layer=layer,
+        link_layer=_text(folder / "link_layer"),
         state=_text(folder / "state").partition(":")[2].strip() or "UNKNOWN",
         speed_gbps=float(rate[0]) if rate else 0.0,
         lid=_integer(_text(folder / "lid")),
         pkeys=tuple(pkeys) or (0xFFFF,),
         numa_node=node,
         numa_distance=numa_distance(node, root),
-        gids=tuple(gids[:MAX_GIDS]),
+        gids=gids,
     )
 
 
+def _read_gids(
+    folder: Path, networks: Mapping[str, int], vlans: Mapping[str, int], through: int
+) -> tuple[Gid, ...]:
+    """Tables have up to 1024 lines, most of them empty, and each is a file."""
+    layer = _text(folder / "link_layer")
+    gids: list[Gid] = []
+    index = empty = 0
+    while (empty < MAX_EMPTY or index <= through) and len(gids) < MAX_GIDS:
+        text = _text(folder / "gids" / str(index))
+        if not text:
+            break
+        address = canonical(text)
+        empty = empty + 1 if address == _ZERO else 0
+        if not empty:
+            gid = _read_gid(folder / "gid_attrs", index, address, layer, networks)
+            if gid is not None:
+                gids.append(replace(gid, vlan=vlans.get(gid.netdev, 0)))
+        index += 1
+    return tuple(gids)
+
+
 def _read_gid(
-    path: Path, attributes: Path, layer: str, networks: Mapping[str, int], vlans: Mapping[str, int]
+    attributes: Path, index: int, address: str, layer: str, networks: Mapping[str, int]
 ) -> Gid | None:
-    text = _text(path)
-    address = canonical(text) if text else _ZERO
-    if address == _ZERO:
-        return None
-    kind = _text(attributes / "types" / path.name)
-    netdev = _text(attributes / "ndevs" / path.name)
     if layer == INFINIBAND:
-        return Gid(int(path.name), address, IB)
+        return Gid(index, address, IB)
+    kind = _text(attributes / "types" / str(index))
+    netdev = _text(attributes / "ndevs" / str(index))
     if kind not in (ROCE2, "IB/RoCE v1", ROCE1):
         return None  # a kind that later kernels may bring
-    gid = Gid(int(path.name), address, ROCE2 if kind == ROCE2 else ROCE1, netdev)
+    gid = Gid(index, address, ROCE2 if kind == ROCE2 else ROCE1, netdev)
     length = networks.get(gid.text)
     if length is not None and gid.text != gid.address:
         length += 96  # IPv4 inside IPv6
-    return Gid(gid.index, address, gid.kind, netdev, length, vlans.get(netdev, 0))
+    return replace(gid, prefix_len=length)
 
 
 def _numa_node(device: Path, root: Path) -> int | None:

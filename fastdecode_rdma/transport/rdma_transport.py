@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -31,6 +32,13 @@ class RdmaTransport(ConnectedTransport):
     scheme = "rdma"
 
     @classmethod
+    def prepare(cls) -> None:
+        """Loads the binding, where there is a device."""
+        with contextlib.suppress(TransportError):  # why_not() will say that there is none
+            if read_ports(networks={}):
+                find_binding()
+
+    @classmethod
     def why_not(cls, address: Address, offer: bytes | None) -> str:
         """Returns why the worker cannot be reached by RDMA, nothing if it may be.
 
@@ -39,7 +47,7 @@ class RdmaTransport(ConnectedTransport):
         """
         wish = Wish.of(address.options, os.environ)
         try:
-            local = usable_ports(read_ports(), wish)
+            local = _usable(wish)
             if offer is None:
                 return "the worker does not offer it: no device or no binding there"
             find_binding()
@@ -72,7 +80,7 @@ class RdmaTransport(ConnectedTransport):
             control = (sock.getsockname()[0], sock.getpeername()[0])
             wish = Wish.of(address.options, os.environ)
             choice = choose(
-                usable_ports(read_ports(), wish),
+                _usable(wish),
                 _ports(offer),
                 control=control,
                 worker_index=attempt.worker_index,
@@ -89,6 +97,10 @@ class RdmaTransport(ConnectedTransport):
             f"{endpoint.binding.name} queue pairs"
         )
         return transport
+
+
+def _usable(wish: Wish) -> list[Port]:
+    return usable_ports(read_ports(through=wish.gid or 0), wish)
 
 
 def _ports(offer: bytes) -> list[Port]:

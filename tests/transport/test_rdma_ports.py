@@ -50,7 +50,8 @@ def test_a_roce_port(tmp_path: Path) -> None:
     port = add_port(tmp_path, "mlx5_0", 1, layer="Ethernet")
     add_gid(port, 0, "fe80:0000:0000:0000:5054:00ff:fe77:0001", "IB/RoCE v1")
     add_gid(port, 1, "0000:0000:0000:0000:0000:ffff:0a00:0001")
-    add_gid(port, 2, ZERO)
+    for index in range(2, 10):
+        add_gid(port, index, ZERO)
     add_gid(port, 10, "2001:0db8:0000:0000:0000:0000:0000:0001", netdev="eth0.7")
     write(tmp_path, {"sys/class/infiniband/mlx5_0/device/numa_node": "1"})
     vlans = "VLAN Dev name\t | VLAN ID\nName-Type: VLAN_NAME_TYPE\neth0.7         | 7  | eth0"
@@ -71,6 +72,15 @@ def test_a_roce_port(tmp_path: Path) -> None:
             ),
         )
     ]
+
+
+def test_a_long_empty_stretch_ends_a_gid_table_unless_more_is_asked_for(tmp_path: Path) -> None:
+    port = add_port(tmp_path, "rxe0", 1, layer="Ethernet")
+    for index in range(200):
+        add_gid(port, index, ZERO if index % 100 else "0000:0000:0000:0000:0000:ffff:0a00:0001")
+    assert [gid.index for gid in read_ports(tmp_path, {})[0].gids] == [0]
+    found = read_ports(tmp_path, {}, through=100)
+    assert [gid.index for gid in found[0].gids] == [0, 100]
 
 
 def test_an_infiniband_port(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_long_gid_tables_are_cut_to_fit():
 @pytest.fixture
 def no_device(monkeypatch):
     for room in ("rdma_transport", "rdma_host", "rdma_facts"):
-        monkeypatch.setattr(f"fastdecode_rdma.transport.{room}.read_ports", lambda *_: [])
+        monkeypatch.setattr(f"fastdecode_rdma.transport.{room}.read_ports", lambda *_, **__: [])
 
 
 def test_no_device_is_a_reason_not_a_crash(no_device):
@@ -329,7 +329,7 @@ def test_doctor_names_ports_bindings_and_the_command(bindings, monkeypatch):
         Port("mlx5_0", 1, "Ethernet", "ACTIVE", 100, numa_node=1, gids=(GID,)),
         Port("mlx5_1", 1, "Ethernet", "DOWN", 100),
     ]
-    monkeypatch.setattr("fastdecode_rdma.transport.rdma_facts.read_ports", lambda *_: ports)
+    monkeypatch.setattr("fastdecode_rdma.transport.rdma_facts.read_ports", lambda *_, **__: ports)
     facts = find_rdma()
     assert facts["usable"] and facts["binding"] == "pyverbs"
     line = format_rdma({**facts, "memlock": None})
