@@ -373,3 +373,6 @@ cdef class Pump:
         self.busy = 0
         if self.closing:
             self._close_sockets()
+
+
+include "pump_bench.pxi"

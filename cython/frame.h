@@ -27,12 +27,16 @@ enum {
     FD_FORK = 5,
     FD_EXPORT = 6,
     FD_IMPORT = 7,
+    FD_BENCH_PING = 8, /* the payload comes back */
+    FD_BENCH_DATA = 9, /* the payload is dropped */
+    FD_BENCH_READ = 10, /* `offset` bytes come back */
     FD_ATTEND_REPLY = 16,
     FD_CREDIT = 17,
     FD_STEP_READY = 18,
     FD_STEP_ERROR = 19,
     FD_EXPORT_REPLY = 20,
     FD_IMPORT_REPLY = 21,
+    FD_BENCH_REPLY = 22,
 };
 
 /* Slot classes: K/V streaming has slots of its own so that it cannot hold up attention. */
@@ -62,6 +66,9 @@ _Static_assert(offsetof(fd_frame, epoch) == 8 && offsetof(fd_frame, nbytes) == 3
 static inline int frame_class(uint16_t kind) {
     return kind == FD_KV_ROWS || kind == FD_EXPORT || kind == FD_IMPORT ? FD_BULK : FD_LATENCY;
 }
+
+/* Frames of a benchmark; only its own sessions take them. */
+static inline int frame_is_bench(uint16_t kind) { return kind >= FD_BENCH_PING && kind <= FD_BENCH_READ; }
 
 static inline int frame_from_engine(uint16_t kind) { return kind >= FD_BEGIN_STEP && kind <= FD_IMPORT; }
 

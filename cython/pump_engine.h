@@ -67,6 +67,7 @@ typedef struct {
     pump_table tables[FD_MAX_TABLES];
     uint64_t timeout_ns;
     uint64_t wait_ns; /* spinning and in poll, all calls together */
+    uint64_t *arrived; /* [PUMP_MAX_PORTS] when each port met the goal of a wait; NULL: nobody asks */
     int fail_port;
     const char *fail_text; /* of PUMP_MISUSE */
 } fd_pump;

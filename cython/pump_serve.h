@@ -34,6 +34,8 @@ typedef struct {
     const char *in;  /* rows of the frame being served */
     char *cold;      /* payload of a cold frame, as long as one was so far */
     size_t cold_capacity;
+    uint64_t bench_bytes; /* longest message of a benchmark; 0: this is no benchmark's session */
+    uint64_t bench_bad;   /* messages whose payload was not what it should be */
     _Atomic uint64_t progress; /* moves whenever a frame is begun or done with: odd in the middle of one */
     uint64_t kernel_ns, attends;
 } fd_server;
@@ -76,10 +78,13 @@ static int server_error(fd_server *s, const fd_frame *asked, int code) {
     return server_reply(s, FD_STEP_ERROR, asked, code, 0, text, strlen(text), NULL, 0);
 }
 
+#include "bench_serve.h"
+
 /* Checks the header against what the session allows, before anything of the payload is read. */
 static int server_header(fd_server *s) {
     fd_conn *c = &s->conn;
     const fd_frame *h = &c->head;
+    if (s->bench_bytes && frame_is_bench(h->kind)) return bench_header(s);
     if (!frame_from_engine(h->kind)) return conn_fail(c, CONN_PROTOCOL, "it sent a frame of kind %u", h->kind);
     int rows = h->kind == FD_ATTEND || h->kind == FD_KV_ROWS;
     if (h->table >= FD_MAX_TABLES && (rows || h->kind == FD_BEGIN_STEP))
@@ -104,12 +109,12 @@ static int server_header(fd_server *s) {
 /* Receives the payload: rows into a slot, where they stay until conn_release(), all else into s->cold. */
 static int server_payload(fd_server *s) {
     fd_conn *c = &s->conn;
-    int rows = c->head.kind == FD_ATTEND || c->head.kind == FD_KV_ROWS;
+    int rows = c->head.kind == FD_ATTEND || c->head.kind == FD_KV_ROWS || frame_is_bench(c->head.kind);
     if (rows && !s->rows) {
         s->in = conn_view(c);
         return s->in ? 1 : conn_fail(c, CONN_PROTOCOL, "its rows lie in no slot");
     }
-    s->in = c->head.kind == FD_ATTEND ? s->rows : s->bulk;
+    s->in = c->head.kind == FD_KV_ROWS ? s->bulk : s->rows;
     if (!rows && c->head.nbytes > s->cold_capacity) {
         char *grown = realloc(s->cold, c->head.nbytes);
         if (!grown) return conn_fail(c, CONN_CLOSED, "no memory for a frame");
@@ -169,8 +174,11 @@ static int server_run(fd_server *s) {
         if (server_header(s) < 0 || server_payload(s) < 0) return SERVE_LOST;
         const fd_frame head = c->head;
         c->consumed[frame_class(head.kind)]++; /* told in the next header, after the rows have been read */
-        if (head.kind != FD_ATTEND && head.kind != FD_KV_ROWS) return SERVE_COLD;
-        int rc = head.kind == FD_ATTEND ? server_attend(s, &head) : server_store(s, &head);
+        int rc;
+        if (head.kind == FD_ATTEND) rc = server_attend(s, &head);
+        else if (head.kind == FD_KV_ROWS) rc = server_store(s, &head);
+        else if (frame_is_bench(head.kind)) rc = server_bench(s, &head);
+        else return SERVE_COLD;
         conn_release(c);
         atomic_fetch_add_explicit(&s->progress, 1, memory_order_relaxed);
         if (rc < 0) return SERVE_LOST;

@@ -109,6 +109,14 @@ static int polled_wait(fd_pump *pump, pump_polled *polled, uint64_t start, uint6
     return found;
 }
 
+/* Writes down who has met the goal just now. */
+static void polled_note(fd_pump *pump, const pump_polled *polled, int goal, int table) {
+    uint64_t now = now_ns();
+    for (int i = 0; i < polled->count; i++)
+        if (polled->unmet[i] && polled->ready[i] && goal_met(pump->ports[polled->index[i]], goal, table))
+            pump->arrived[polled->index[i]] = now;
+}
+
 /* Sends, receives and waits until the goal is met on one port, or (only < 0) on every port of the table.
  * Whoever is still being sent to is read from as well, so two senders never wait for each other. */
 static int pump_wait(fd_pump *pump, int goal, int table, int only, uint64_t deadline) {
@@ -139,6 +147,7 @@ static int pump_wait(fd_pump *pump, int goal, int table, int only, uint64_t dead
         if (!found) return pump_fail(pump, PUMP_TIMEOUT, late);
         for (int i = 0; i < polled.count; i++)
             if (polled.ready[i]) port_read(pump, pump->ports[polled.index[i]]);
+        if (pump->arrived) polled_note(pump, &polled, goal, table);
     }
 }
 

@@ -17,7 +17,7 @@ PACKAGE = CHECKOUT / "fastdecode_rdma"
 
 LAYERS = [
     {"errors", "config", "isa", "param_checks", "sequence", "stats", "wire", "__init__"}
-    | {"json_files", "command_line", "pages", "numa"},
+    | {"json_files", "command_line", "pages", "numa", "host_facts"},
     {"transport", "worker", "attention"},
     {"text_decoders", "detokenizer", "chat", "chat_template", "tokenizer_files", "huge_pages"},
     {"reference", "ops", "tokenizer", "logit_rules", "logprobs", "sampling", "prompt_logprobs"},

@@ -7,6 +7,8 @@ from importlib import import_module
 
 BENCHMARKS = {
     "attention": "the decode attention kernel beside memory, arithmetic and torch",
+    "interconnect": "latency and bandwidth of the data planes, as perftest puts them",
+    "serve": "the peer of a benchmark over a network: no kernel, no KV-cache",
     "gemm": "the dense side's skinny GEMM beside memory, torch and numpy",
 }
 """Name -> help; fastdecode_rdma/bench/NAME.py has add_arguments(parser) and run(args)."""

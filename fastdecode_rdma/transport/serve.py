@@ -50,7 +50,7 @@ def serve_cold(session: Session, kind: int, payload: bytes) -> bytes:
 class DataPlane:
     """One engine's data socket in a worker. `fd` is connected and proved to be the engine's; it
     stays the caller's, who ends `run` from another thread by shutting the socket down. `plane`
-    carries the frames; None: the socket itself."""
+    carries the frames; None: the socket itself. `bench`: messages of a benchmark are served."""
 
     def __init__(
         self,
@@ -59,6 +59,8 @@ class DataPlane:
         slots: SlotPlan,
         session: Session,
         plane: Plane | None = None,
+        *,
+        bench: bool = False,
     ) -> None:
         self.session = session
         self._sizes = FrameSizes.of(session.geometry, bulk_bytes=slots.bulk_nbytes)
@@ -74,6 +76,7 @@ class DataPlane:
             ctx=entry.ctx_addr,
             owner=(session, entry),
             plane=plane,
+            bench=bench,
         )
 
     @property

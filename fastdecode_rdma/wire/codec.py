@@ -39,6 +39,7 @@ _GEOMETRY = struct.Struct("<dBdIIH")  # scale, has softcap, softcap, max rows, m
 _GROUP = struct.Struct("<HHHIHB")  # query heads, KV heads, head dim, window, layers, extras
 _HAS_SINKS, _HAS_SLOPES = 1, 2  # extras of a group: rows of doubles behind its layers
 _SLOTS = struct.Struct("<HHII")  # latency slots, bulk slots, latency nbytes, bulk nbytes
+_BENCH = struct.Struct("<B")  # beside sequences of others
 _SESSION_OPENED = struct.Struct("<QQQIII")  # id, epoch, capacity, threads, block, segment tokens
 _DATA_HELLO = struct.Struct("<Q32s32s")  # session id, nonce, mac
 _DATA_ACCEPTED = struct.Struct("<32s")
@@ -206,6 +207,19 @@ def _decode_open_session(reader: _Reader) -> m.OpenSession:
     return m.OpenSession(_decode_geometry(reader), slots, transport)
 
 
+def _encode_open_bench(msg: m.OpenBench) -> bytes:
+    opening = m.OpenSession(msg.geometry, msg.slots, msg.transport)
+    return _BENCH.pack(msg.force) + _encode_open_session(opening)
+
+
+def _decode_open_bench(reader: _Reader) -> m.OpenBench:
+    (force,) = reader.unpack(_BENCH)
+    if force not in (0, 1):
+        raise RemoteProtocolError(f"a flag of {force}")
+    opening = _decode_open_session(reader)
+    return m.OpenBench(opening.geometry, opening.slots, opening.transport, bool(force))
+
+
 def _encode_session_opened(msg: m.SessionOpened) -> bytes:
     fixed = _SESSION_OPENED.pack(
         msg.session_id,
@@ -327,6 +341,7 @@ _CODECS: dict[int, _Codec] = {
     11: _Codec(m.Bye, lambda msg: b"", lambda reader: m.Bye()),
     12: _Codec(m.PlanesRequest, lambda msg: b"", lambda reader: m.PlanesRequest()),
     13: _Codec(m.Planes, _encode_planes, _decode_planes),
+    14: _Codec(m.OpenBench, _encode_open_bench, _decode_open_bench),
 }
 _TYPE_CODES = {codec.message: code for code, codec in _CODECS.items()}
 

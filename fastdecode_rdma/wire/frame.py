@@ -38,12 +38,16 @@ class FrameKind(enum.IntEnum):
     FORK = 5
     EXPORT = 6
     IMPORT = 7
+    BENCH_PING = 8
+    BENCH_DATA = 9
+    BENCH_READ = 10
     ATTEND_REPLY = 16
     CREDIT = 17
     STEP_READY = 18
     STEP_ERROR = 19
     EXPORT_REPLY = 20
     IMPORT_REPLY = 21
+    BENCH_REPLY = 22
 
 
 @dataclass(slots=True)

@@ -98,6 +98,17 @@ class OpenSession:
 
 
 @dataclass(slots=True)
+class OpenBench:
+    """The engine asks for a benchmark's session instead: frames of a model without its kernel and
+    K/V, and messages of up to a slot's length. `force`: also beside sequences of others."""
+
+    geometry: AttentionGeometry
+    slots: SlotPlan
+    transport: str = "tcp"
+    force: bool = False
+
+
+@dataclass(slots=True)
 class SessionOpened:
     """The worker granted a session. `slots` is what it grants, never more than was asked for."""
 
@@ -186,6 +197,7 @@ Message = (
     | PlanesRequest
     | Planes
     | OpenSession
+    | OpenBench
     | SessionOpened
     | DataHello
     | DataAccepted

@@ -47,6 +47,7 @@ TRANSITIONS: dict[tuple[Role, State], dict[type, State]] = {
     (WORKER, S.PROVED): {m.Auth: S.READY, m.Error: S.CLOSED},
     (ENGINE, S.READY): {
         m.OpenSession: S.OPENING,
+        m.OpenBench: S.OPENING,
         m.PlanesRequest: S.READY,
         m.StatusRequest: S.READY,
         m.Heartbeat: S.READY,
@@ -97,6 +98,7 @@ TRANSITIONS: dict[tuple[Role, State], dict[type, State]] = {
     },
     (ENGINE, S.WORKER_LEFT): {
         m.OpenSession: S.WORKER_LEFT,
+        m.OpenBench: S.WORKER_LEFT,
         m.PlanesRequest: S.WORKER_LEFT,
         m.StatusRequest: S.WORKER_LEFT,
         m.Heartbeat: S.WORKER_LEFT,

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -202,7 +202,12 @@ def run(args: argparse.Namespace) -> int:
     """Serves until SIGTERM (returns 0) or SIGINT (returns 130)."""
     prepare_environment(os.environ)
     with messages_on_stderr(logging.INFO if args.verbose else logging.WARNING):
-        return _serve(args)
+        ready_file = None if args.ready_file is None else Path(args.ready_file)
+        return serve(
+            lambda: make_server(args),
+            ready_file,
+            prepare=lambda server: _prepare_memory(args, server),
+        )
 
 
 def _prepare_memory(args: argparse.Namespace, server: WorkerServer) -> None:
@@ -219,11 +224,21 @@ def _prepare_memory(args: argparse.Namespace, server: WorkerServer) -> None:
         print(said)
 
 
-def _serve(args: argparse.Namespace) -> int:
-    ready_file = None if args.ready_file is None else Path(args.ready_file)
+def serve(
+    make: Callable[[], WorkerServer],
+    ready_file: Path | None,
+    *,
+    prepare: Callable[[WorkerServer], None] | None = None,
+) -> int:
+    """Makes a server and serves until SIGTERM (returns 0) or SIGINT (returns 130); says when it is
+    ready, after `prepare`.
+
+    Raises:
+        ConfigError: it cannot be made, or something else is where the ready file goes.
+    """
     if ready_file is not None:
         _check_ready_file(ready_file)
-    server = make_server(args)
+    server = make()
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)  # an earlier worker's would send engines to its port
     exit_codes: list[int] = []
@@ -235,7 +250,8 @@ def _serve(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     try:
-        _prepare_memory(args, server)
+        if prepare is not None:
+            prepare(server)
         if not server.stopping:
             line = ready_line(server)
             if ready_file is not None:

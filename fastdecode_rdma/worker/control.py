@@ -220,7 +220,7 @@ class SocketThread(threading.Thread):
             elif isinstance(event, m.PlanesRequest):
                 hosts = self._server.hosts.values()
                 self._send(m.Planes(tuple((host.name, host.offer()) for host in hosts)))
-            elif isinstance(event, m.OpenSession):
+            elif isinstance(event, m.OpenSession | m.OpenBench):
                 self._open_session(event)
             elif isinstance(event, m.Bye):
                 self._send(m.Bye())
@@ -244,7 +244,7 @@ class SocketThread(threading.Thread):
                 f"no sign of life from the engine for {self._conn.silence_s(now_s):.1f} s"
             )
 
-    def _open_session(self, request: m.OpenSession) -> None:
+    def _open_session(self, request: m.OpenSession | m.OpenBench) -> None:
         try:
             record = self._server.open_session(request, self._conn.session_key)
         except ConfigError as exc:

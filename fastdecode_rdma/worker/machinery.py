@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from fastdecode_rdma.config import AttentionGeometry
 from fastdecode_rdma.transport import open_hosts
-from fastdecode_rdma.transport.base import FrameSizes, check_slots
+from fastdecode_rdma.transport._pump import Plane
+from fastdecode_rdma.transport.base import FrameSizes, Session, check_slots
 from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.wire.messages import SlotPlan
 from fastdecode_rdma.worker.attention import (
@@ -16,6 +17,7 @@ from fastdecode_rdma.worker.attention import (
     available_isas,
     select_isa,
 )
+from fastdecode_rdma.worker.bench_session import BenchSession
 from fastdecode_rdma.worker.session import AttentionSession
 from fastdecode_rdma.worker.session_record import Machinery
 
@@ -45,12 +47,23 @@ def buffer_bytes(geometry: AttentionGeometry, slots: SlotPlan) -> int:
     return FrameSizes.of(geometry, bulk_bytes=slots.bulk_nbytes).buffer_bytes
 
 
+def open_data_plane(
+    fd: int, epoch: int, slots: SlotPlan, session: Session, plane: Plane | None = None
+) -> DataPlane:
+    """Returns the data plane of a session, or of a benchmark's."""
+    if not isinstance(session, BenchSession):
+        return DataPlane(fd, epoch, slots, session, plane)
+    session.attach(fd)
+    return DataPlane(fd, epoch, slots, session, plane, bench=True)
+
+
 def real_machinery() -> Machinery:
     """Returns the rooms that a worker process serves with."""
     return Machinery(
         open_session=AttentionSession,
-        open_data_plane=DataPlane,
+        open_data_plane=open_data_plane,
         check_slots=check_slots,
         buffer_bytes=buffer_bytes,
         open_hosts=open_hosts,
+        open_bench=BenchSession,
     )

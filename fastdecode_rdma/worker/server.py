@@ -24,7 +24,7 @@ from fastdecode_rdma.transport.tcp import prepare_socket
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.auth import HandshakeError
 from fastdecode_rdma.worker.control import SocketThread
-from fastdecode_rdma.worker.session_record import Budget, Machinery, SessionRecord, shut
+from fastdecode_rdma.worker.session_record import Budget, Machinery, Session, SessionRecord, shut
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +168,39 @@ class WorkerServer:
             self._engines.discard(thread)
             self._threads.discard(thread)
 
-    def open_session(self, request: m.OpenSession, key: bytes) -> SessionRecord:
+    def _open(self, request: m.OpenSession | m.OpenBench) -> Session:
+        if isinstance(request, m.OpenSession):
+            return self.machinery.open_session(
+                request.geometry, self.budget, self.config.num_threads
+            )
+        if self.machinery.open_bench is None:
+            raise ConfigError("this worker serves no benchmarks")
+        return self.machinery.open_bench(request.geometry)
+
+    def _check_idle(self) -> None:
+        """Makes sure that a benchmark disturbs nobody.
+
+        Raises:
+            HandshakeError: engines have sequences here.
+        """
+        status = self.status()
+        if status.num_sequences:
+            raise HandshakeError(
+                f"the worker holds {status.num_sequences} sequences of engines, which a benchmark "
+                "would slow down: run it later, or pass --force",
+                m.ErrorCode.BUSY,
+            )
+
+    def open_session(self, request: m.OpenSession | m.OpenBench, key: bytes) -> SessionRecord:
         """Returns a new session.
 
         Raises:
             ConfigError: its slots or its model cannot be served.
             CacheFullError: there is no room for it.
+            HandshakeError: a benchmark would disturb engines.
         """
+        if isinstance(request, m.OpenBench) and not request.force:
+            self._check_idle()
         if request.transport not in ("tcp", *self.hosts):
             served = ", ".join(("tcp", *self.hosts))
             raise ConfigError(f"this worker serves {served}, not {request.transport!r}")
@@ -182,9 +208,7 @@ class WorkerServer:
         nbytes = self.machinery.buffer_bytes(request.geometry, slots)
         self.budget.reserve(nbytes)
         try:
-            session = self.machinery.open_session(
-                request.geometry, self.budget, self.config.num_threads
-            )
+            session = self._open(request)
         except BaseException:
             self.budget.release(nbytes)
             raise

@@ -72,6 +72,8 @@ class Machinery:
     """Returns the bytes of a data plane's row buffers."""
     open_hosts: Callable[[], list[PlaneHost]] = list
     """Returns the data planes that the worker offers besides TCP."""
+    open_bench: Callable[[AttentionGeometry], Session] | None = None
+    """Returns a benchmark's session; None: there are none."""
 
 
 def shut(sock: socket.socket) -> None:

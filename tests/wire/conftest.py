@@ -45,6 +45,7 @@ EXAMPLES = (
     m.Bye(),
     m.PlanesRequest(),
     m.Planes((("shm", b"name"), ("rdma", b""))),
+    m.OpenBench(GEOMETRY, SLOTS, "shm", force=True),
 )
 
 

@@ -37,6 +37,10 @@ GOLDEN = (
     "4644 0b00 00000000",
     "4644 0c00 00000000",
     "4644 0d00 15000000 0200 0300 73686d 0400 6e616d65 0400 72646d61 0000",
+    "4644 0e00 79000000 01 0200 0400 00000100 00001000 0300 73686d"
+    "000000000000c03f 01 0000000000004940 00010000 00000200 0200 0400 66703136 0400 66703332"
+    "0600 0200 4000 00020000 0200 00 0000 0200  0200 0200 0001 00000000 0100 03 0100"
+    "000000000000f83f 00000000000000c0 000000000000e03f 000000000000d03f",
 )
 
 
@@ -190,8 +194,8 @@ def test_sinks_and_slopes_that_make_no_sense_are_refused(geometry, slots):
 
 
 def test_unknown_types_and_codes():
-    with pytest.raises(RemoteProtocolError, match="type 14"):
-        codec.decode(14, b"")
+    with pytest.raises(RemoteProtocolError, match="type 15"):
+        codec.decode(15, b"")
     later = struct.pack("<HH", 77, 4) + b"news"
     assert codec.decode(10, later) == m.Error(ErrorCode.PROTOCOL, "news (error code 77)")
     with pytest.raises(RemoteProtocolError, match="role 9"):
