@@ -31,6 +31,7 @@ from image import HERE, VmError, boot_image, install_packages, say, unpacked_too
 
 CHECKOUT = HERE.parents[1]
 TESTS = "tests/rdma"
+TWO_GUESTS = "tests/rdma/test_two_guests.py"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,12 +85,12 @@ def _build_extension() -> None:
         raise VmError(f"the package does not build its queue pairs: {done.stderr.strip()}")
 
 
-def _test_command(pytest_args: list[str]) -> list[str]:
+def _test_command(pytest_args: list[str], *, two: bool) -> list[str]:
     # The tests' common fixtures import what takes minutes in an emulated guest: conftest.py of the
     # RDMA tests is all they get.
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--strict-markers"]
     command += [f"--rootdir={CHECKOUT}", "--confcutdir", TESTS, "-v"]
-    return [*command, *(pytest_args or []), TESTS]
+    return [*command, *pytest_args, TWO_GUESTS if two else TESTS]
 
 
 def main() -> int:
@@ -112,7 +113,7 @@ def main() -> int:
         if args.prepare:
             return 0
         plan = Plan(
-            command=args.command or _test_command(rest),
+            command=args.command or _test_command(rest, two=args.two),
             environ=_environ(tools),
             cwd=str(CHECKOUT) if args.command is None else os.getcwd(),
             shared_dir=os.path.realpath(args.dir) if args.dir else None,
