@@ -47,7 +47,7 @@ typedef struct {
     int (*payload)(fd_conn *c, int block);
     /* Where the whole payload of c->head lies, readable until release(). NULL: only payload() gets it. */
     void *(*view)(fd_conn *c);
-    /* The frame that was viewed is done with. */
+    /* The frame that was viewed is done with; once more does nothing. */
     void (*release)(fd_conn *c);
     /* Planes with view(): where the payload of the next frame may be built, so that sending it copies
      * nothing. Waits for room. The next frame that is queued uses it, or none does. NULL: lost. */

@@ -134,6 +134,7 @@ static int server_attend(fd_server *s, const fd_frame *h) {
     uint64_t start = now_ns();
     int rc = s->attend(s->ctx, h->table, (int32_t)h->layer, (int32_t)h->rows, s->in, out, (uint8_t *)out + nbytes);
     uint64_t took = now_ns() - start;
+    conn_release(&s->conn); /* before the reply: the engine's next rows may take the same slot */
     s->kernel_ns += took;
     s->attends++;
     if (rc) return server_error(s, h, rc);

@@ -50,7 +50,8 @@ class BlockingConnection:
         try:
             self.sock.settimeout(self._left_s())
             sent = socket.send_fds(self.sock, [data], list(fds)) if fds else 0
-            self.sock.sendall(data[sent:])
+            if sent < len(data):  # a peer that has answered and left is still to be heard
+                self.sock.sendall(data[sent:])
         except TimeoutError as error:
             raise self._late() from error
         except OSError as error:

@@ -25,6 +25,7 @@ from fastdecode_rdma.wire.messages import SlotPlan
 
 ENGINE, WORKER = 0, 1
 EPOCH = 0x1122334455667788
+ENTRY_BYTES, BIG, NOWHERE = 128, 256, 257
 BULK = (FrameKind.KV_ROWS, FrameKind.EXPORT, FrameKind.IMPORT)
 
 
@@ -70,24 +71,33 @@ class Lane:
         if side == WORKER:
             counts[1] = 0
         self.counts = counts
-        self.header_at = at
-        at += pages(self.entries * HEADER_BYTES)
+        self.entry_at = at
+        at += pages(self.entries * ENTRY_BYTES)
         self.slot_at = [at, at + counts[0] * self.slot_bytes[0]]
         self.big_at = self.slot_at[1] + counts[1] * self.slot_bytes[1]
         self.end = self.big_at + pages(sizes.max_cold_bytes)
-        self.entry, self.slot, self.count = 0, [0, 0], 0
+        self.entry, self.next_slot, self.count = 0, [0, 0], 0
 
-    def place(self, kind: int, nbytes: int) -> int:
+    def take_slot(self, kind: int, nbytes: int) -> int:
+        """Slots in turn: a peer that sends by hand never has as many frames under way."""
         bulk = int(kind in BULK)
-        if nbytes > self.slot_bytes[bulk]:
-            return self.big_at
-        return self.slot_at[bulk] + self.slot[bulk] * self.slot_bytes[bulk]
+        if not nbytes:
+            return NOWHERE
+        if nbytes > self.slot_bytes[bulk] or not self.counts[bulk]:
+            return BIG
+        slot = self.next_slot[bulk]
+        self.next_slot[bulk] = (slot + 1) % self.counts[bulk]
+        return slot
 
-    def advance(self, kind: int) -> None:
+    def place(self, kind: int, slot: int) -> int:
         bulk = int(kind in BULK)
+        return self.big_at if slot == BIG else self.slot_at[bulk] + slot * self.slot_bytes[bulk]
+
+    def here(self) -> int:
+        return self.entry_at + self.entry * ENTRY_BYTES
+
+    def advance(self) -> None:
         self.entry = (self.entry + 1) % self.entries
-        if self.counts[bulk]:
-            self.slot[bulk] = (self.slot[bulk] + 1) % self.counts[bulk]
         self.count += 1
 
 
@@ -113,15 +123,17 @@ class ShmPeer:
         at = 192 * lane + what
         self.memory[at : at + 4] = (value % (1 << 32)).to_bytes(4, "little")
 
-    def write(self, head: bytes, payload: bytes = b"") -> None:
-        """Puts a frame where it belongs without publishing it."""
+    def write(self, head: bytes, payload: bytes = b"", *, slot: int | None = None) -> None:
+        """Puts a frame where it belongs without publishing it; `slot`: a lie about its place."""
         lane = self.lanes[self.side]
         kind = int.from_bytes(head[4:6], "little")
-        at = lane.place(kind, len(payload))
-        self.memory[at : at + len(payload)] = payload
-        at = lane.header_at + lane.entry * HEADER_BYTES
-        self.memory[at : at + HEADER_BYTES] = head
-        lane.advance(kind)
+        if slot is None:
+            slot = lane.take_slot(kind, len(payload))
+            at = lane.place(kind, slot)
+            self.memory[at : at + len(payload)] = payload
+        at = lane.here()
+        self.memory[at : at + ENTRY_BYTES] = head + slot.to_bytes(4, "little") + bytes(60)
+        lane.advance()
 
     def publish(self) -> None:
         self.set_word(self.side, self.PUBLISHED, self.lanes[self.side].count)
@@ -142,11 +154,12 @@ class ShmPeer:
         while self.word(side, self.PUBLISHED) == lane.count:
             assert time.monotonic() < deadline, "no frame came"
             time.sleep(0.0005)
-        at = lane.header_at + lane.entry * HEADER_BYTES
+        at = lane.here()
         frame = Frame.decode(self.memory[at : at + HEADER_BYTES])
-        at = lane.place(frame.kind, frame.nbytes)
-        payload = self.memory[at : at + frame.nbytes]
-        lane.advance(frame.kind)
+        slot = int.from_bytes(self.memory[at + HEADER_BYTES : at + HEADER_BYTES + 4], "little")
+        at = lane.place(frame.kind, slot)
+        payload = self.memory[at : at + frame.nbytes] if frame.nbytes else b""
+        lane.advance()
         if release:
             self.set_word(side, self.RELEASED, lane.count)
             self.wake()

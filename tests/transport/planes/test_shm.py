@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import random
 import socket
@@ -90,6 +91,7 @@ def test_what_is_no_sealed_segment_of_the_length_agreed_on_is_refused(shared, na
 
 
 def test_memory_and_descriptors_go_with_the_connection(make_rig, shared):
+    gc.collect()  # what earlier tests left
     files = len(os.listdir("/proc/self/fd"))
     before = mapped()
     c = shared()
@@ -168,13 +170,53 @@ def test_more_frames_than_places_is_a_lie(shared):
 
 
 def test_released_frames_that_were_never_sent_are_a_lie(shared):
-    for count in (2, 1 << 31, (1 << 32) - 30):
+    for count in (2, 1 << 31, (1 << 32) - 1):
         c = shared()
         peer = c.add_raw()
         c.rig.pump.post(0, FrameKind.FREE, payload=pack_handles([1]))
         peer.set_word(0, peer.RELEASED, count)
         with pytest.raises(WorkerLostError, match="never sent"):
             c.rig.pump.post(0, FrameKind.FREE, payload=pack_handles([2]))
+
+
+@pytest.mark.parametrize("slot", [8, 255, 257, 258, 1 << 31, (1 << 32) - 1])
+def test_a_slot_that_is_not_there_is_a_lie(shared, epoch, slot):
+    c = shared()
+    peer = c.add_raw()
+    c.rig.begin(1, [2])
+    c.rig.fill(2, 0)
+    c.rig.pump.submit(0, 0)
+    reply = Frame(FrameKind.ATTEND_REPLY, 0, epoch, 0, step=1, layer=0, rows=2, nbytes=2 * 256 + 2)
+    peer.write(reply.encode(), slot=slot)
+    peer.publish()
+    with pytest.raises(WorkerLostError, match="fits no slot") as caught:
+        c.rig.pump.collect(0, 0)
+    assert isinstance(caught.value.__cause__, RemoteProtocolError)
+    ends = c.ends()
+    session, end = c.serve(ends)
+    width = c.rig.sizes.row_bytes[0]
+    ask = Frame(FrameKind.ATTEND, 0, epoch, 0, rows=2, nbytes=2 * width)
+    ends.peer(0).write(ask.encode(), slot=slot)
+    ends.peer(0).publish()
+    assert isinstance(end(), RemoteProtocolError)
+    assert session.attended == []
+    ends.peer(0).close()
+
+
+def test_a_connection_with_little_under_way_touches_the_same_slot_again(shared):
+    c = shared()
+    peer = c.add_raw()
+    for number in range(20):
+        c.rig.pump.post(0, FrameKind.FREE, payload=pack_handles([number]))
+        at = peer.lanes[0].here()
+        slot = int.from_bytes(peer.memory[at + 64 : at + 68], "little")
+        peer.receive(release=number % 4 == 3)  # four under way, then all are given back
+        assert slot == number % 4
+        peer.send(
+            Frame(FrameKind.CREDIT, 0xFFFF, 0x1122334455667788, number,
+                  consumed_latency=number + 1).encode()
+        )  # fmt: skip
+        c.rig.begin(number + 1, [])
 
 
 def test_a_frame_that_was_not_published_is_not_there(shared, epoch):
@@ -216,7 +258,7 @@ def test_a_header_is_copied_before_it_is_checked(shared, epoch, seed):
 
     def scribble() -> None:
         while not stop.is_set():
-            peer.memory[lane.header_at + rng.randrange(64 * lane.entries)] = rng.randrange(256)
+            peer.memory[lane.entry_at + rng.randrange(128 * lane.entries)] = rng.randrange(256)
 
     thread = threading.Thread(target=scribble)
     thread.start()
@@ -281,7 +323,7 @@ def test_a_flood_of_wake_ups_does_no_harm(shared):
 # -- sleeping and spinning
 
 
-@pytest.mark.parametrize("spin_us", [0, 20, 5000])
+@pytest.mark.parametrize("spin_us", [0, 20, 500])
 def test_no_wake_up_is_lost(shared, spin_us):
     """Thousands of turns in which either side falls asleep at any moment."""
     c = shared(timeout_s=10.0)
@@ -299,7 +341,7 @@ def test_no_wake_up_is_lost(shared, spin_us):
             time.sleep(rng.uniform(0, 1e-4))
         if time.monotonic() - start > 0.7:
             break
-    assert turn > 50
+    assert turn > 10
 
 
 def test_sides_that_share_a_core_do_not_spin():
