@@ -24,10 +24,43 @@
 #pragma GCC pop_options
 #endif
 
+#if defined(__x86_64__)
+#pragma GCC push_options
+#ifdef FD_EMULATE_AVX512
+#pragma GCC target("avx2,fma,f16c")
+#else
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+#endif
+#define ISA(name) fd_avx512_##name
+#define FD_ISA_NAME "avx512"
+#define FD_PRIMITIVES "attention_avx512.h"
+#define FD_REGISTERS 32
+#define VL 16
+#define vf v16f
+#define vi v16i
+#include "attention_set.h"
+#pragma GCC pop_options
+#endif
+
+#if defined(__aarch64__)
+#define ISA(name) fd_neon_##name
+#define FD_ISA_NAME "neon"
+#define FD_PRIMITIVES "attention_neon.h"
+#define FD_REGISTERS 32
+#define VL 4
+#define vf v4f
+#define vi v4i
+#include "attention_set.h"
+#endif
+
 /* The kernels of this build, best first. */
 static const fd_isa *const fd_isas[] = {
 #if defined(__x86_64__)
+    &fd_avx512_table,
     &fd_avx2_table,
+#endif
+#if defined(__aarch64__)
+    &fd_neon_table,
 #endif
     &fd_base_table,
 };

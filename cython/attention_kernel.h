@@ -91,8 +91,7 @@ static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans
     int slices = 0; /* passes over the tokens of a step */
     for (int i = 0, h; i < n; i += h) {
         h = ISA(tile)(n - i);
-        const int width = ISA(tile_width)(h) * VL;
-        slices += dim / width + dim % width / VL;
+        slices += ISA(slices)(h, dim);
     }
     memset(acc, 0, (size_t)n * dim * sizeof *acc);
     for (int b = spans[0].lo / step * step; b < end; b += step) {

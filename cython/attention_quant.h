@@ -18,6 +18,8 @@ FD_INLINE void ISA(load_int4)(const char *group, int second, vf *x) {
     for (int j = 0; j < ISA(BLOCK_VECTORS); j++) x[j] = ISA(fma)(x[j], scale, minimum);
 }
 
+#if VL <= 8 /* wider sets write rows with AVX2's code */
+
 /* The nearest bf16 at or below x, or at or above it. */
 FD_INLINE float ISA(bf16_below)(float x) {
     uint32_t bits;
@@ -96,3 +98,5 @@ static int ISA(quantise_int4)(char *dst, const float *src, int n) {
     }
     return failed;
 }
+
+#endif

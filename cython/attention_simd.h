@@ -47,6 +47,29 @@ FD_INLINE vf ISA(load_as)(const void *p, int64_t i, int dtype) {
     }
 }
 
+/* What is left of a row may be half a vector: 8 lanes of 16. */
+FD_INLINE int ISA(lanes)(int left) { return VL > 8 && left < VL ? 8 : VL; }
+
+/* The first `lanes` of a vector, 8 or VL; the others are zero, and memory behind the first is not touched. */
+#if VL > 8
+FD_INLINE vf ISA(load_lanes)(const void *p, int64_t i, int dtype, const int lanes) {
+    return lanes < VL ? ISA(extend)(fd_avx2_load_as(p, i, dtype)) : ISA(load_as)(p, i, dtype);
+}
+FD_INLINE void ISA(store_lanes)(float *p, vf v, const int lanes) {
+    if (lanes < VL) fd_avx2_store(p, ISA(low)(v));
+    else ISA(store)(p, v);
+}
+#else
+FD_INLINE vf ISA(load_lanes)(const void *p, int64_t i, int dtype, const int lanes) {
+    (void)lanes;
+    return ISA(load_as)(p, i, dtype);
+}
+FD_INLINE void ISA(store_lanes)(float *p, vf v, const int lanes) {
+    (void)lanes;
+    ISA(store)(p, v);
+}
+#endif
+
 /* The four sums over the lanes of a, b, c, d. */
 FD_INLINE v4f ISA(sums)(vf a, vf b, vf c, vf d) {
     v4f e = ISA(fold)(a), f = ISA(fold)(b), g = ISA(fold)(c), h = ISA(fold)(d);
@@ -90,6 +113,17 @@ FD_INLINE vf ISA(tanh)(vf x) {
     return ISA(pick)(a < ISA(splat)(0.625f), p, (vf)((vi)far | sign));
 }
 
+#if VL > 8 /* each row is read and written once: AVX2's code does, which leaves no half vectors */
+
+FD_INLINE int ISA(load_row)(float *dst, const void *src, int n, int dtype, float scale) {
+    return fd_avx2_load_row(dst, src, n, dtype, scale);
+}
+FD_INLINE int ISA(round_row)(void *dst, const float *src, int n, int dtype) {
+    return fd_avx2_round_row(dst, src, n, dtype);
+}
+
+#else
+
 /* dst[i] = scale * src[i] in fp32; 1 when some src[i] is not finite. n is a multiple of 8. */
 FD_INLINE int ISA(load_row)(float *dst, const void *src, int n, int dtype, float scale) {
     vi bad = {0};
@@ -118,3 +152,5 @@ FD_INLINE int ISA(round_row)(void *dst, const float *src, int n, int dtype) {
     }
     return ISA(any)(bad);
 }
+
+#endif

@@ -20,9 +20,23 @@ FD_INLINE void ISA(advance)(ISA(stream) *s) {
 }
 
 /* Tokens of a tile by its number of query vectors; unpacking int4 takes registers too. */
-FD_INLINE int ISA(tile_tokens)(int H, int dtype) { return H == 1 ? 8 : H == 2 ? 4 : dtype == FD_INT4 ? 2 : 7 - H; }
-/* Vectors of V that a pass over the tokens adds up. */
-FD_INLINE int ISA(tile_width)(int H) { return H == 1 ? 8 : H == 4 && VL > 4 ? 2 : 4; }
+FD_INLINE int ISA(tile_tokens)(int H, int dtype) {
+    if (FD_REGISTERS > 16) return dtype != FD_INT4 ? H < 4 ? 8 : 4 : VL > 8 || H < 3 ? 4 : 2;
+    return H == 1 ? 8 : H == 2 ? 4 : dtype == FD_INT4 ? 2 : 7 - H;
+}
+/* Vectors of V that a pass over the tokens adds up; no more than 64 dimensions, which the smaller heads have. */
+FD_INLINE int ISA(tile_width)(int H) {
+    if (FD_REGISTERS > 16) return VL > 8 || H > 2 ? 4 : 8;
+    return H == 1 ? 8 : H == 4 && VL > 4 ? 2 : 4;
+}
+/* Dimensions of a row that are whole vectors. */
+FD_INLINE int ISA(whole)(int dim) { return VL > 8 ? dim / VL * VL : dim; }
+/* Passes over the tokens: of tile_width vectors, of pairs where there are registers for more, of one, of a half. */
+FD_INLINE int ISA(slices)(int H, int dim) {
+    const int width = ISA(tile_width)(H) * VL, rest = dim % width;
+    if (FD_REGISTERS > 16) return dim / width + rest / (2 * VL) + (rest % (2 * VL) + VL - 1) / VL;
+    return dim / width + rest / VL;
+}
 
 /* Scale of an int8 row. */
 FD_INLINE float ISA(scale)(const char *row) {
@@ -32,41 +46,41 @@ FD_INLINE float ISA(scale)(const char *row) {
 }
 
 FD_INLINE void ISA(dot_step)(const int H, const int T, const int dtype, vf a[4][8], const float *q, const int dim,
-                             const char *k, const size_t row, const int i) {
+                             const char *k, const size_t row, const int i, const int lanes) {
     if (H > T) {
         vf x[8];
         FD_UNROLL
-        for (int t = 0; t < T; t++) x[t] = ISA(load_as)(k + t * row, i, dtype);
+        for (int t = 0; t < T; t++) x[t] = ISA(load_lanes)(k + t * row, i, dtype, lanes);
         FD_UNROLL
         for (int h = 0; h < H; h++) {
-            const vf y = ISA(load)(q + h * dim + i);
+            const vf y = ISA(load_lanes)(q + h * dim, i, FD_FP32, lanes);
             FD_UNROLL
             for (int t = 0; t < T; t++) a[h][t] = ISA(fma)(x[t], y, a[h][t]);
         }
     } else {
         vf y[4];
         FD_UNROLL
-        for (int h = 0; h < H; h++) y[h] = ISA(load)(q + h * dim + i);
+        for (int h = 0; h < H; h++) y[h] = ISA(load_lanes)(q + h * dim, i, FD_FP32, lanes);
         FD_UNROLL
         for (int t = 0; t < T; t++) {
-            const vf x = ISA(load_as)(k + t * row, i, dtype);
+            const vf x = ISA(load_lanes)(k + t * row, i, dtype, lanes);
             FD_UNROLL
             for (int h = 0; h < H; h++) a[h][t] = ISA(fma)(x, y[h], a[h][t]);
         }
     }
 }
 
-/* The same for 16 dimensions of int4 rows, which lie in one group; `vectors` of them are there. */
+/* The same for 16 dimensions of int4 rows, which lie in one group; `there` of them are, 16 or 8. */
 FD_INLINE void ISA(dot_block)(const int H, const int T, vf a[4][8], const float *q, const int dim, const char *group,
-                              const size_t row, const int second, const int vectors) {
+                              const size_t row, const int second, const int there) {
     vf x[8][ISA(BLOCK_VECTORS)];
     FD_UNROLL
     for (int t = 0; t < T; t++) ISA(load_int4)(group + t * row, second, x[t]);
     FD_UNROLL
-    for (int j = 0; j < vectors; j++) {
+    for (int j = 0; j < (there + VL - 1) / VL; j++) {
         FD_UNROLL
         for (int h = 0; h < H; h++) {
-            const vf y = ISA(load)(q + h * dim + j * VL);
+            const vf y = ISA(load_lanes)(q + h * dim, j * VL, FD_FP32, there < VL ? there : VL);
             FD_UNROLL
             for (int t = 0; t < T; t++) a[h][t] = ISA(fma)(x[t][j], y, a[h][t]);
         }
@@ -78,13 +92,13 @@ FD_INLINE void ISA(dot_int4)(const int H, const int T, vf a[4][8], const float *
     for (int i = 0; i < dim; i += 32, k += FD_INT4_GROUP_BYTES) {
         ISA(advance)(s);
         if (i + 32 <= dim) {
-            ISA(dot_block)(H, T, a, q + i, dim, k, row, 0, ISA(BLOCK_VECTORS));
-            ISA(dot_block)(H, T, a, q + i + 16, dim, k, row, 1, ISA(BLOCK_VECTORS));
+            ISA(dot_block)(H, T, a, q + i, dim, k, row, 0, 16);
+            ISA(dot_block)(H, T, a, q + i + 16, dim, k, row, 1, 16);
             continue;
         }
         for (int j = i; j < dim; j += 16) {
-            if (j + 16 <= dim) ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, ISA(BLOCK_VECTORS));
-            else ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, 8 / VL);
+            if (j + 16 <= dim) ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, 16);
+            else ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, 8);
         }
     }
 }
@@ -107,9 +121,10 @@ FD_INLINE void ISA(dot)(const int H, const int T, const int dtype, const float *
         for (; i + FD_CHUNK <= dim; i += FD_CHUNK) {
             ISA(advance)(&s);
             FD_UNROLL
-            for (int j = 0; j < FD_CHUNK; j += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i + j);
+            for (int j = 0; j < FD_CHUNK; j += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i + j, VL);
         }
-        for (; i < dim; i += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i);
+        for (; i < ISA(whole)(dim); i += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i, VL);
+        if (VL > 8 && i < dim) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i, 8);
         if (T == 2) { /* int4, which has no scales left to apply */
             FD_UNROLL
             for (int h = 0; h < H; h += 2) {
@@ -138,36 +153,39 @@ FD_INLINE void ISA(dot)(const int H, const int T, const int dtype, const float *
     *stream = s;
 }
 
-/* NV vectors of a row from dimension d on, a multiple of NV * VL. */
-FD_INLINE void ISA(load_slice)(const int NV, const int dtype, const char *row, const int d, vf *x) {
+/* NV vectors of a row from dimension d on, a multiple of NV * VL; a vector's first lanes, if there is one. */
+FD_INLINE void ISA(load_slice)(const int NV, const int lanes, const int dtype, const char *row, const int d, vf *x) {
     if (dtype == FD_INT4) {
         const char *group = row + d / 32 * FD_INT4_GROUP_BYTES;
         FD_UNROLL
         for (int e = 0; e < NV * VL; e += 16)
             ISA(load_int4)(group + e / 32 * FD_INT4_GROUP_BYTES, NV * VL < 32 ? d % 32 / 16 : e % 32 / 16, x + e / VL);
-        if (NV == 1) x[0] = x[d % 16 / VL];
+        if (NV * VL < 16) {
+            x[0] = x[d % 16 / VL];
+            if (NV == 2) x[1] = x[d % 16 / VL + 1];
+        }
     } else {
         FD_UNROLL
-        for (int j = 0; j < NV; j++) x[j] = ISA(load_as)(row, d + j * VL, dtype);
+        for (int j = 0; j < NV; j++) x[j] = ISA(load_lanes)(row, d + j * VL, dtype, lanes);
     }
 }
 
 /* Adds weights * V of tokens [from, to) to NV vectors, from dimension d on, of H accumulators. */
-FD_INLINE void ISA(add_slice)(const int H, const int NV, const int dtype, const float *weights, const char *v,
-                              const size_t row, const int from, const int to, ISA(stream) *stream, float *acc,
-                              const int dim, const int d) {
+FD_INLINE void ISA(add_slice)(const int H, const int NV, const int lanes, const int dtype, const float *weights,
+                              const char *v, const size_t row, const int from, const int to, ISA(stream) *stream,
+                              float *acc, const int dim, const int d) {
     ISA(stream) s = *stream;
     vf a[4][8];
     FD_UNROLL
     for (int h = 0; h < H; h++)
         FD_UNROLL
-        for (int j = 0; j < NV; j++) a[h][j] = ISA(load)(acc + h * dim + d + j * VL);
+        for (int j = 0; j < NV; j++) a[h][j] = ISA(load_lanes)(acc + h * dim + d + j * VL, 0, FD_FP32, lanes);
     const char *vt = v + from * row;
     for (int t = from; t < to; t++, vt += row) {
         ISA(advance)(&s);
         if (H > NV || dtype == FD_INT4) {
             vf x[8 + ISA(BLOCK_VECTORS)];
-            ISA(load_slice)(NV, dtype, vt, d, x);
+            ISA(load_slice)(NV, lanes, dtype, vt, d, x);
             FD_UNROLL
             for (int h = 0; h < H; h++) {
                 const vf w = ISA(splat)(weights[h * FD_SCORES + t]);
@@ -180,7 +198,7 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int dtype, const 
             for (int h = 0; h < H; h++) w[h] = ISA(splat)(weights[h * FD_SCORES + t]);
             FD_UNROLL
             for (int j = 0; j < NV; j++) {
-                const vf x = ISA(load_as)(vt, d + j * VL, dtype);
+                const vf x = ISA(load_lanes)(vt, d + j * VL, dtype, lanes);
                 FD_UNROLL
                 for (int h = 0; h < H; h++) a[h][j] = ISA(fma)(w[h], x, a[h][j]);
             }
@@ -189,7 +207,7 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int dtype, const 
     FD_UNROLL
     for (int h = 0; h < H; h++)
         FD_UNROLL
-        for (int j = 0; j < NV; j++) ISA(store)(acc + h * dim + d + j * VL, a[h][j]);
+        for (int j = 0; j < NV; j++) ISA(store_lanes)(acc + h * dim + d + j * VL, a[h][j], lanes);
     *stream = s;
 }
 
@@ -202,7 +220,7 @@ typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int
     static __attribute__((noinline)) void ISA(dot_##H##_##DTYPE)(const float *q, int dim, const char *k, size_t row, \
                                                                  int from, int to, int rows, ISA(stream) *stream,  \
                                                                  float *scores) {                                  \
-        ISA(dot)(H, ISA(tile_tokens)(H, FD_##DTYPE), FD_##DTYPE, q, dim, k, row, from, to, rows, stream, scores);                                \
+        ISA(dot)(H, ISA(tile_tokens)(H, FD_##DTYPE), FD_##DTYPE, q, dim, k, row, from, to, rows, stream, scores);  \
     }                                                                                                              \
     static __attribute__((noinline)) void ISA(add_##H##_##DTYPE)(const float *weights, const char *v, size_t row,  \
                                                                  int from, int to, ISA(stream) *stream, float *acc, \
@@ -210,8 +228,13 @@ typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int
         const int NV = ISA(tile_width)(H);                                                                         \
         int d = 0;                                                                                                 \
         for (; d + NV * VL <= dim; d += NV * VL)                                                                   \
-            ISA(add_slice)(H, NV, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                     \
-        for (; d < dim; d += VL) ISA(add_slice)(H, 1, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d); \
+            ISA(add_slice)(H, NV, VL, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                 \
+        for (; FD_REGISTERS > 16 && d + 2 * VL <= dim; d += 2 * VL)                                                \
+            ISA(add_slice)(H, 2, VL, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                  \
+        for (; d < ISA(whole)(dim); d += VL)                                                                       \
+            ISA(add_slice)(H, 1, VL, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                  \
+        if (VL > 8 && d < dim)                                                                                     \
+            ISA(add_slice)(H, 1, 8, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                   \
     }
 #define FD_TILES(DTYPE) FD_TILE(1, DTYPE) FD_TILE(2, DTYPE) FD_TILE(3, DTYPE) FD_TILE(4, DTYPE)
 FD_TILES(FP32)

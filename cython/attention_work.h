@@ -86,7 +86,11 @@ static void ISA(merge)(int dim, float *max, float *sum, float *out, float part_m
     float top = part_max > *max ? part_max : *max;
     vf a = ISA(exp)(ISA(splat)(*max - top)), b = ISA(exp)(ISA(splat)(part_max - top));
     vf total = ISA(fma)(b, ISA(splat)(part_sum), a * *sum);
-    for (int d = 0; d < dim; d += VL) ISA(store)(out + d, ISA(fma)(b, ISA(load)(part + d), a * ISA(load)(out + d)));
+    for (int d = 0; d < dim; d += VL) {
+        const int lanes = ISA(lanes)(dim - d);
+        const vf before = ISA(load_lanes)(out, d, FD_FP32, lanes), more = ISA(load_lanes)(part, d, FD_FP32, lanes);
+        ISA(store_lanes)(out + d, ISA(fma)(b, more, a * before), lanes);
+    }
     *sum = total[0];
     *max = top;
 }
@@ -105,7 +109,10 @@ static void ISA(finish)(const fd_job *job, const fd_entry *entry, int kv_head, i
                         const float *out, float *row) {
     const int heads = job->group->heads_per_kv, dim = job->group->head_dim, head = kv_head * heads + vector % heads;
     const vf factor = ISA(splat)(ISA(normaliser)(job, head, max, sum));
-    for (int d = 0; d < dim; d += VL) ISA(store)(row + d, ISA(load)(out + d) * factor);
+    for (int d = 0; d < dim; d += VL) {
+        const int lanes = ISA(lanes)(dim - d);
+        ISA(store_lanes)(row + d, ISA(load_lanes)(out, d, FD_FP32, lanes) * factor, lanes);
+    }
     int index = entry->row + vector / heads;
     char *dst = job->out + index * job->out_bytes + (size_t)head * dim * job->wire_bytes;
     ISA(flag)(job, index, ISA(round_row)(dst, row, dim, job->ctx->wire_dtype));

@@ -86,6 +86,9 @@ EXPECTED: Mapping[str, tuple[Expected, ...]] = {
         Expected("_attention", rf"fd_avx2_{ATTENTION}", (r"vfmadd\w+ps .*%ymm",), (LIBM,)),
         Expected("_attention", r"fd_avx2_(segment|(dot|add)_\w*FP16)", (r"vcvtph2ps .*%ymm",)),
         Expected("_attention", r"fd_avx2_fma_body", (r"vfmadd\w+ps .*%ymm",)),
+        Expected("_attention", rf"fd_avx512_{ATTENTION}", (r"vfmadd\w+ps .*%zmm",), (LIBM,)),
+        Expected("_attention", r"fd_avx512_(dot|add)_\w*FP16", (r"vcvtph2ps .*%zmm",)),
+        Expected("_attention", r"fd_avx512_(dot|add)_\w*INT[48]", (r"vcvtdq2ps .*%zmm",)),
         Expected("_attention", rf"fd_base_{ATTENTION}", (r"mulps", r"addps"), (LIBM,)),
         Expected("_dense", r"avx2_\w*tile(\.\w+)*", some=(r"vfmadd\w+ps .*%ymm",)),
         Expected("_dense", r"base_\w*tile(\.\w+)*", some=(r"mulps", r"addps")),
@@ -95,6 +98,9 @@ EXPECTED: Mapping[str, tuple[Expected, ...]] = {
     "aarch64": (
         # no fused products in the baseline: its bits are those of x86-64's
         Expected("_attention", rf"fd_base_{ATTENTION}", (r"fmul v.*\.4s",), (FUSED, LIBM)),
+        Expected("_attention", rf"fd_neon_{ATTENTION}", (r"fmla v.*\.4s",), (LIBM,)),
+        Expected("_attention", r"fd_neon_(dot|add)_\w*FP16", (r"fcvtl v.*\.4s",)),
+        Expected("_attention", r"fd_neon_(dot|add)_\w*INT[48]", (r"[su]cvtf v.*\.4s",)),
         Expected("_dense", r"base_\w*tile(\.\w+)*", (), (FUSED,), (r"fmul v.*\.4s",)),
         Expected("_sampling", r"sample_base_sum", (r"fmul v.*\.4s",), (FUSED, LIBM)),
     ),
