@@ -55,14 +55,16 @@ def worker(tokens: dict[str, Path], tmp_path: Path):
         [*command, "--verbose", "--token-file", str(tokens["right"])],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    line = process.stdout.readline()
-    assert line.startswith("ready "), line
+    lines = [process.stdout.readline()]
+    while lines[-1] and not lines[-1].startswith("ready "):  # what it has to say of the machine
+        lines.append(process.stdout.readline())
+    assert lines[-1], lines
 
     def finish() -> str:
         process.terminate()
-        return line + process.communicate(timeout=10)[0]
+        return "".join(lines) + process.communicate(timeout=10)[0]
 
-    yield line.split()[1], finish
+    yield lines[-1].split()[1], finish
     process.kill()
     process.wait(10)
 
