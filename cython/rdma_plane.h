@@ -121,8 +121,9 @@ static int rdma_drain(fd_conn *c) {
                 p->ops->explain(p->queue, events[i].status, text, sizeof text);
                 return conn_fail(c, CONN_CLOSED, "%s", text);
             }
-            if (events[i].kind == RDMA_SENT) p->completed = events[i].count;
-            else if (rdma_received(c, &events[i]) < 0) return -1;
+            if (events[i].kind == RDMA_SENT) {
+                if (events[i].count) p->completed = events[i].count; /* 0: nobody asked for this one */
+            } else if (rdma_received(c, &events[i]) < 0) return -1;
         }
     } while (count == RDMA_EVENTS);
     return rdma_tell(c) < 0 ? -1 : 0;

@@ -149,7 +149,13 @@ class PyverbsQueue:
                 max_recv_sge=1,
                 max_inline_data=max_inline,
             )
-            wish = v.QPInitAttr(qp_type=v.e.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap)
+            wish = v.QPInitAttr(
+                qp_type=v.e.IBV_QPT_RC,
+                scq=self._cq,
+                rcq=self._cq,
+                cap=cap,
+                sq_sig_all=0,  # pyverbs' own default reports every write
+            )
             try:
                 made = v.QP(self._pd, wish)
             except v.PyverbsError:

@@ -14,7 +14,7 @@ import pytest
 
 from fastdecode_rdma.errors import TransportError, TransportTimeout, WorkerLostError
 from fastdecode_rdma.transport.rdma_bindings import find_binding
-from fastdecode_rdma.transport.rdma_endpoint import Endpoint
+from fastdecode_rdma.transport.rdma_endpoint import DEPTH, Endpoint
 from fastdecode_rdma.transport.rdma_limits import MEMORY_BYTES, NUM_SLOTS
 from fastdecode_rdma.transport.rdma_ports import Gid
 from fastdecode_rdma.transport.rdma_wish import Wish
@@ -44,6 +44,14 @@ def test_rows_come_back_in_place(make_rdma_rig, ours, theirs):
     for step, rows in enumerate((1, 24, 7, 2)):
         rig.run_step(step, [rows])
     assert slots[0].stats()["chunks_sent"] == 4 * (1 + rig.geometry.num_layers)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), BINDINGS)
+def test_more_messages_than_the_queues_are_long(make_rdma_rig, ours, theirs):
+    rig, _, slots = make_rdma_rig(ours, theirs)
+    for step in range(40):
+        rig.run_step(step, [3])
+    assert slots[0].stats()["writes"] > 2 * DEPTH
 
 
 @pytest.mark.parametrize(("ours", "theirs"), BINDINGS)

@@ -222,6 +222,21 @@ def test_only_some_writes_are_signalled(make_rdma_rig):
     assert 0 < len(signalled) <= len(counts) // 8
 
 
+def test_reports_that_nobody_asked_for_are_no_news(make_rdma_rig):
+    """A binding may have every write reported: the send queue must not look full for that."""
+    rig, ours, _, _ = make_rdma_rig()
+    write = ours.write
+
+    def report_all(slot: int, nbytes: int, imm: int, count: int) -> None:
+        write(slot, nbytes, imm, count)
+        if not count:
+            ours.complete(SENT, 0, 0, 0, 0)
+
+    ours.write = report_all
+    for step in range(30):
+        rig.run_step(step, [2])
+
+
 @pytest.mark.parametrize("spin_ns", [0, 200_000])
 def test_waiting_sleeps_or_spins_first(make_rdma_rig, spin_ns):
     rig, _, _, _ = make_rdma_rig(spin_ns=spin_ns, delay_s=0.002)
