@@ -20,6 +20,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define DENSE_PANEL 16    /* columns that are stored together */
@@ -221,14 +223,50 @@ static inline int64_t dense_block_at(int type, int64_t k)
 #undef DENSE_CASE
 #undef DENSE_TILES
 #pragma GCC pop_options
+#define DENSE_BODY(name) (dense_isa == 1 ? avx2_##name : base_##name)
+
+#elif defined(__aarch64__)
+typedef float v4f __attribute__((vector_size(16)));
+
+DENSE_INLINE v4f neon_madd4(v4f a, v4f b, v4f c)
+{
+    return (v4f)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+
+DENSE_INLINE v8f neon_madd8(v8f a, v8f b, v8f c)
+{
+    v4f x[2], y[2], z[2];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(z, &c, sizeof c);
+    for (int i = 0; i < 2; i++) z[i] = neon_madd4(x[i], y[i], z[i]);
+    memcpy(&c, z, sizeof c);
+    return c;
+}
+
+#define DENSE(name) neon_##name
+#define DENSE_VL 4
+#define DENSE_MR 6 /* 6 x 16 sums + 4 weight vectors + 1 broadcast fill 29 of 32 registers */
+#define DENSE_WIDTHS {4, 2, 2, 1, 1, 1}
+#define DENSE_MADD(a, b, c) _Generic((a), v8f: neon_madd8, default: neon_madd4)(a, b, c)
+#include "dense_tile.h"
+#include "dense_gemm.h"
+#include "dense_body.h"
+#include "dense_attend.h"
+#define DENSE_BODY(name) (dense_isa == 1 ? neon_##name : base_##name)
+
+#else
+#define DENSE_BODY(name) base_##name
 #endif
 
-static int dense_isa = 0; /* 0 baseline, 1 AVX2 + FMA */
+static int dense_isa = 0; /* index into dense_isas */
 
 static const char *const dense_isas[] = {
     "baseline",
 #if defined(__x86_64__)
     "avx2",
+#elif defined(__aarch64__)
+    "neon",
 #endif
 };
 enum { DENSE_NUM_ISAS = sizeof dense_isas / sizeof *dense_isas };
@@ -277,10 +315,7 @@ static void dense_gemm(const float *x, int64_t x_stride, int64_t m, const void *
     job.panels_per_piece = (job.num_panels + pieces - 1) / pieces;
     job.pieces_per_block = (job.num_panels + job.panels_per_piece - 1) / job.panels_per_piece;
     job.num_pieces = job.pieces_per_block * job.num_blocks;
-    team_body_fn body = base_gemm_body;
-#if defined(__x86_64__)
-    if (dense_isa == 1) body = avx2_gemm_body;
-#endif
+    team_body_fn body = DENSE_BODY(gemm_body);
     team_run(num_threads, body, &job);
 }
 
@@ -292,10 +327,7 @@ static void dense_rows(int op, const void *job, int64_t m, int64_t width, int nu
     if (m * width < 16384) num_threads = 1;
     loop.chunk = (m + 4 * num_threads - 1) / (4 * num_threads);
     if (num_threads == 1) loop.chunk = m;
-    team_body_fn body = base_rows_body;
-#if defined(__x86_64__)
-    if (dense_isa == 1) body = avx2_rows_body;
-#endif
+    team_body_fn body = DENSE_BODY(rows_body);
     team_run(num_threads, body, &loop);
 }
 
@@ -307,10 +339,7 @@ static int dense_attend(dense_attend_job *job, int num_threads)
     job->rows_per_item = ATTEND_ROWS / job->heads_per_item;
     job->items_per_head = (job->num_rows + job->rows_per_item - 1) / job->rows_per_item;
     job->num_items = job->items_per_head * job->num_kv_heads * ((group + job->heads_per_item - 1) / job->heads_per_item);
-    team_body_fn body = base_attend_body;
-#if defined(__x86_64__)
-    if (dense_isa == 1) body = avx2_attend_body;
-#endif
+    team_body_fn body = DENSE_BODY(attend_body);
     if (job->num_rows * job->length * job->head_dim * job->num_q_heads < 1 << 17) num_threads = 1;
     team_run(num_threads, body, job);
     return atomic_load(&job->done) == job->num_items ? 0 : -1;

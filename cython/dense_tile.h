@@ -34,6 +34,13 @@ DENSE_INLINE void DENSE(widen_int8)(const char *w, DENSE(vf) *out)
     out[1] = (DENSE(vf))_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpackhi_epi16(low, low), 24));
     out[2] = (DENSE(vf))_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpacklo_epi16(high, high), 24));
     out[3] = (DENSE(vf))_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpackhi_epi16(high, high), 24));
+#elif defined(__aarch64__)
+    const int8x16_t bytes = vld1q_s8((const int8_t *)w);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    out[0] = (DENSE(vf))vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
+    out[1] = (DENSE(vf))vcvtq_f32_s32(vmovl_s16(vget_high_s16(low)));
+    out[2] = (DENSE(vf))vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
+    out[3] = (DENSE(vf))vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)));
 #else
     const int8_t *bytes = (const int8_t *)w;
     for (int i = 0; i < DENSE_PANEL; i++) out[i / DENSE_VL][i % DENSE_VL] = (float)bytes[i];
@@ -148,13 +155,13 @@ DENSE_INLINE void DENSE(tile_of_type)(const int type, const int blocked, int mr,
         DENSE_CASE(1, 1)
         DENSE_CASE(2, 1)
         DENSE_CASE(3, 1)
-#if DENSE_VL == 8
+#if DENSE_MR == 6
         DENSE_CASE(4, 1)
         DENSE_CASE(5, 1)
         DENSE_CASE(6, 1)
 #endif
     }
-#if DENSE_VL == 8
+#if DENSE_MR == 6
     if (!blocked) return;
     switch (8 * mr + np) {
         DENSE_CASE(1, 2)

@@ -215,7 +215,7 @@ static void sampling_keep_first(sampling_list *list, int64_t num)
 #pragma GCC pop_options
 #endif
 
-static int sampling_isa = 0; /* 0 baseline, 1 AVX2 + FMA */
+static int sampling_isa __attribute__((unused)) = 0; /* 0 baseline, 1 AVX2 + FMA, where there is that */
 
 static const char *const sampling_isas[] = {
     "baseline",

@@ -102,6 +102,7 @@ EXPECTED: Mapping[str, tuple[Expected, ...]] = {
         Expected("_attention", r"fd_neon_(dot|add)_\w*FP16", (r"fcvtl v.*\.4s",)),
         Expected("_attention", r"fd_neon_(dot|add)_\w*INT[48]", (r"[su]cvtf v.*\.4s",)),
         Expected("_dense", r"base_\w*tile(\.\w+)*", (), (FUSED,), (r"fmul v.*\.4s",)),
+        Expected("_dense", r"neon_\w*tile(\.\w+)*", some=(r"fmla v.*\.4s",)),
         Expected("_sampling", r"sample_base_sum", (r"fmul v.*\.4s",), (FUSED, LIBM)),
     ),
 }
