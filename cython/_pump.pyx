@@ -99,10 +99,11 @@ cdef class Pump:
         return self.pump.num_ports - 1
 
     def add_stream(self, str name, int fd, *, uint64_t epoch, uint32_t latency_slots,
-                   uint32_t bulk_slots, Plane plane=None):
+                   uint32_t bulk_slots, uint64_t bulk_bytes=0, Plane plane=None):
         """Adds a connected, authenticated socket, which the pump closes; returns the port number. It is
-        that of a lost connection of the same name, whose counters go on, or else a new one. `plane`:
-        what carries the frames; None: the socket itself."""
+        that of a lost connection of the same name, whose counters go on, or else a new one.
+        `bulk_bytes`: longest frame of K/V rows, 0: as the pump's sizes say. `plane`: what carries the
+        frames; None: the socket itself."""
         cdef fd_conn conn
         cdef fd_port *port
         if latency_slots < 1 or bulk_slots < 1:
@@ -117,6 +118,7 @@ cdef class Pump:
             if number >= 0:
                 port_renew(port)
             port_connect(port, &conn)
+            port.max_bulk = bulk_bytes
             number = number if number >= 0 else self.pump.num_ports - 1
             self.planes[number] = plane
             return number

@@ -60,6 +60,7 @@ cdef extern from "pump_steps.h" nogil:
         void *entries
     ctypedef struct fd_port:
         int kind
+        uint64_t max_bulk
         fd_conn conn
         fd_attend_fn attend
         fd_store_fn store

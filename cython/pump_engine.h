@@ -37,6 +37,7 @@ typedef struct {
 
 typedef struct {
     int kind;
+    uint64_t max_bulk; /* K/V rows of one frame; 0: as long as any may be */
     fd_conn conn;
     fd_attend_fn attend;
     fd_store_fn store;

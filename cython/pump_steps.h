@@ -174,7 +174,7 @@ static int pump_store(fd_pump *pump, int index, int table, uint32_t layer, uint3
         if (rc) port_set_error(port, (uint16_t)table, t->step, rc, "storing K/V rows failed");
         return rc ? pump_fail(pump, PUMP_STEP, index) : PUMP_OK;
     }
-    uint64_t most = pump->sizes.max_bulk / (2 * width);
+    uint64_t most = (port->max_bulk ? port->max_bulk : pump->sizes.max_bulk) / (2 * width);
     while (count) {
         uint64_t n = count < most ? count : most;
         uint64_t deadline = pump_deadline(pump, 2 * n * width);

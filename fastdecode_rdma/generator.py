@@ -77,6 +77,7 @@ class Generator:
         workers: Sequence[str] | None = None,
         token_file: str | os.PathLike[str] | None = None,
         require: str | None = None,
+        profile: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
@@ -100,6 +101,7 @@ class Generator:
             best way that works, "shm://host" by shared memory or not at all, "tcp://host" by TCP.
         token_file: the file that holds the token shared with `workers`.
         require: None, or "shm" or "tcp": every worker is reached that way, or it is an error.
+        profile: a file of `fastdecode bench tune`: options of the workers' addresses, as measured.
         dtype: compute dtype; "auto" or "float32" on a CPU.
         kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16", "bf16", "int8" or "int4".
         quantization: None, or "int8": weights are rounded as they are loaded, symmetric, with a
@@ -128,6 +130,7 @@ class Generator:
             workers=None if workers is None else _as_addresses(workers),
             token_file=token_file,
             require=require,
+            profile=profile,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             quantization=quantization,

@@ -77,7 +77,8 @@ class RemoteWorker(WorkerLink):
                 while reason := why_not(planes[0], address, offers):
                     _give_up(planes, reasons, reason, address)
                 offer = offers.get(planes[0], b"")
-                opened = _open_session(link, (opening or usual_opening(geometry))(planes[0]))
+                ask = opening or usual_opening(geometry, address)
+                opened = _open_session(link, ask(planes[0]))
                 # from here on: a plane may take longer to set up than the worker's patience
                 control = ControlLink(sock, conn)
                 heartbeats.watch(control)
@@ -189,10 +190,11 @@ def _give_up(planes: list[str], reasons: list[str], reason: str, address: Addres
 def _info(
     address: Address, opened: m.SessionOpened, geometry: AttentionGeometry, fallback_reason: str
 ) -> WorkerInfo:
+    sizes = FrameSizes.of(geometry, bulk_bytes=opened.slots.bulk_nbytes)
     return WorkerInfo(
         name=str(address),
         # row buffers come out of the same budget
-        capacity_bytes=max(0, opened.capacity_bytes - FrameSizes.of(geometry).buffer_bytes),
+        capacity_bytes=max(0, opened.capacity_bytes - sizes.buffer_bytes),
         num_threads=opened.num_threads,
         isa=opened.isa,
         transport=opened.transport,
@@ -214,9 +216,15 @@ def _greet(link: BlockingConnection, *, ask: bool) -> dict[str, bytes]:
     return dict(link.receive(m.Planes).offers)
 
 
-def usual_opening(geometry: AttentionGeometry) -> Callable[[str], Opening]:
-    """Returns what an engine asks a worker for, by plane."""
-    return lambda plane: m.OpenSession(geometry, plan_slots(geometry), transport=plane)
+def usual_opening(geometry: AttentionGeometry, address: Address) -> Callable[[str], Opening]:
+    """Returns what an engine asks a worker for, by plane.
+
+    Raises:
+        ConfigError: an option of the address asks for too long slots.
+    """
+    bulk_bytes = address.options.get("bulk_bytes")
+    slots = plan_slots(geometry, bulk_bytes=None if bulk_bytes is None else int(bulk_bytes))
+    return lambda plane: m.OpenSession(geometry, slots, transport=plane)
 
 
 def _open_session(link: BlockingConnection, opening: Opening) -> m.SessionOpened:

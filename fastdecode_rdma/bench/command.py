@@ -9,6 +9,7 @@ BENCHMARKS = {
     "attention": "the decode attention kernel beside memory, arithmetic and torch",
     "interconnect": "latency and bandwidth of the data planes, as perftest puts them",
     "layer": "the traffic of one decode layer, with and without the kernel",
+    "tune": "sweeps what can be set of the data planes and writes a profile",
     "serve": "the peer of a benchmark over a network: no kernel, no KV-cache",
     "gemm": "the dense side's skinny GEMM beside memory, torch and numpy",
 }

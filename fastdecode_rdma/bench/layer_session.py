@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode_rdma.attention.heartbeat import Heartbeats
-from fastdecode_rdma.attention.remote import Opening, RemoteWorker, usual_opening
+from fastdecode_rdma.attention.remote import Opening, RemoteWorker
 from fastdecode_rdma.config import (
     DTYPE_BYTES,
     ENTRY_DTYPE,
@@ -17,6 +17,7 @@ from fastdecode_rdma.config import (
     AttentionGeometry,
 )
 from fastdecode_rdma.transport._pump import Pump, bench_exchange
+from fastdecode_rdma.transport.address import parse_url
 from fastdecode_rdma.transport.base import FrameSizes, plan_slots
 from fastdecode_rdma.wire.frame import FrameKind, pack_handles
 from fastdecode_rdma.wire.messages import OpenBench
@@ -39,9 +40,13 @@ class Exchanges:
     bytes_in: int
 
 
-def bench_opening(geometry: AttentionGeometry, *, force: bool) -> Callable[[str], Opening]:
+def bench_opening(
+    geometry: AttentionGeometry, url: str, *, force: bool
+) -> Callable[[str], Opening]:
     """Returns what to ask a peer for: frames without a kernel."""
-    return lambda plane: OpenBench(geometry, plan_slots(geometry), plane, force)
+    bulk_bytes = parse_url(url).options.get("bulk_bytes")
+    slots = plan_slots(geometry, bulk_bytes=None if bulk_bytes is None else int(bulk_bytes))
+    return lambda plane: OpenBench(geometry, slots, plane, force)
 
 
 class LayerSession:
@@ -65,10 +70,10 @@ class LayerSession:
         self.workers: list[RemoteWorker] = []
         self._step = 0
         self._held: list[tuple[int, np.ndarray]] = []
-        opening = usual_opening(geometry) if with_kernel else bench_opening(geometry, force=force)
         heartbeats = Heartbeats()
         try:
             for index, url in enumerate(urls):
+                opening = None if with_kernel else bench_opening(geometry, url, force=force)
                 worker = RemoteWorker.connect(
                     url, geometry, heartbeats=heartbeats, token=token, worker_index=index,
                     opening=opening,
@@ -133,6 +138,22 @@ class LayerSession:
                     self._pump.store(
                         port, UPLOAD, layer, entry, 0, k.ctypes.data, v.ctypes.data, tokens
                     )
+
+    def upload_seconds(self, nbytes: int) -> float:
+        """Streams about so many bytes of K/V rows to the first worker; returns the time until it
+        has taken them all."""
+        group = self.geometry.groups[0]
+        row_bytes = group.num_kv_heads * group.head_dim * DTYPE_BYTES[self.geometry.wire_dtype]
+        tokens = max(1, nbytes // (2 * row_bytes))
+        rows = np.zeros((2, tokens, row_bytes), np.uint8)
+        self._step += 2
+        start_s = time.perf_counter()
+        self._pump.begin(UPLOAD, self._step, _steps([1], [1], q_len=tokens, flags=ENTRY_UPLOAD))
+        self._pump.store(0, UPLOAD, 0, 0, 0, rows[0].ctypes.data, rows[1].ctypes.data, tokens)
+        self._pump.begin(UPLOAD, self._step + 1, _steps([1], [1], flags=ENTRY_UPLOAD))
+        self._pump.wait_ready(0, UPLOAD)  # frames are served in order
+        self._step += 1
+        return time.perf_counter() - start_s
 
     def exchange(self, iterations: int, rows: Sequence[int]) -> Exchanges:
         """Runs one layer's exchange so often, the layers in turn, and times its parts.

@@ -76,6 +76,7 @@ class GeneratorOptions:
     workers: tuple[str, ...] | None = None
     token_file: str | os.PathLike[str] | None = None
     require: str | None = None
+    profile: str | os.PathLike[str] | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
@@ -122,6 +123,7 @@ class GeneratorOptions:
                     "token_file is for workers: give their addresses, too, or leave it out"
                 )
         self._check_require()
+        self._check_profile()
         if self.device not in (None, "cpu"):
             raise ConfigError(
                 f"device={self.device!r}: this version runs the dense layers on 'cpu' only"
@@ -146,6 +148,13 @@ class GeneratorOptions:
             raise ConfigError(f"require={self.require!r} is for workers: give their addresses, too")
         for url in self.workers:
             require_plane(url, self.require)
+
+    def _check_profile(self) -> None:
+        if self.profile is None:
+            return
+        as_path("profile", self.profile)
+        if self.workers is None:
+            raise ConfigError("profile is for workers: give their addresses, too")
 
     @classmethod
     def checked(cls, unknown: Mapping[str, object], **known: Any) -> GeneratorOptions:

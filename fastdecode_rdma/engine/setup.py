@@ -26,6 +26,7 @@ from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.scheduler import make_scheduler
 from fastdecode_rdma.tokenizer import Tokenizer
 from fastdecode_rdma.transport.address import parse_url, require_plane
+from fastdecode_rdma.transport.profile import read_profile
 from fastdecode_rdma.wire.token_file import find_token
 from fastdecode_rdma.worker.limits import default_memory
 from fastdecode_rdma.worker.memory import MemoryBudget
@@ -152,7 +153,11 @@ def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> lis
 
 
 def _urls(options: GeneratorOptions) -> list[str]:
-    return [require_plane(url, options.require) for url in options.workers or ()]
+    urls = [require_plane(url, options.require) for url in options.workers or ()]
+    if options.profile is None:
+        return urls
+    profile = read_profile(options.profile)
+    return [profile.apply(url) for url in urls]
 
 
 def _connect(

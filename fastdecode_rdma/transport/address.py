@@ -30,12 +30,13 @@ class Option:
 OPTIONS: Mapping[str, Option] = {
     "connect_timeout_s": Option(float),
     "buffer_bytes": Option(int, ("tcp",)),
+    "bulk_bytes": Option(int),
     "spin_us": Option(float, ("shm",), may_be_zero=True),
     **{name: Option(str, ("rdma",)) for name in RDMA_OPTIONS},
 }
-"""connect_timeout_s: for connection and handshake. buffer_bytes: of each socket buffer. spin_us:
-how long both sides look for each other's news before they sleep; else their cores decide.
-Those of rdma: transport/rdma_wish.py."""
+"""connect_timeout_s: for connection and handshake. buffer_bytes: of each socket buffer.
+bulk_bytes: K/V rows of one frame, up to 16 MiB. spin_us: how long both sides look for each other's
+news before they sleep; else their cores decide. Those of rdma: transport/rdma_wish.py."""
 
 
 @dataclass(frozen=True)

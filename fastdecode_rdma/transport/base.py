@@ -206,9 +206,18 @@ class FrameSizes:
         return 2 * self.latency_bytes + self.max_bulk_bytes
 
 
-def plan_slots(geometry: AttentionGeometry) -> SlotPlan:
-    """Returns the slots that an engine asks a worker for."""
+def plan_slots(geometry: AttentionGeometry, *, bulk_bytes: int | None = None) -> SlotPlan:
+    """Returns the slots that an engine asks a worker for; `bulk_bytes`: K/V rows of one frame,
+    of which one fits in any case.
+
+    Raises:
+        ConfigError: they are longer than a frame may be.
+    """
     sizes = FrameSizes.of(geometry)
+    if bulk_bytes is not None:
+        if bulk_bytes > COLD_BYTES:
+            raise ConfigError(f"bulk_bytes must be at most {COLD_BYTES}, got {bulk_bytes}")
+        sizes = FrameSizes.of(geometry, bulk_bytes=max(bulk_bytes, 2 * max(sizes.kv_bytes)))
     return SlotPlan(NUM_LATENCY_SLOTS, NUM_BULK_SLOTS, sizes.latency_bytes, sizes.max_bulk_bytes)
 
 

@@ -49,6 +49,7 @@ class ConnectedTransport(Transport):
             epoch=self._opened.epoch,
             latency_slots=slots.num_latency,
             bulk_slots=slots.num_bulk,
+            bulk_bytes=slots.bulk_nbytes,
             plane=self._plane,
         )
         self._sock.detach()
