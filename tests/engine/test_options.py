@@ -51,7 +51,7 @@ GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
         ({"workers": ["h", None]}, "workers must hold addresses as text, got None"),
         ({"workers": [""]}, "cannot read '' as an address"),
         ({"workers": ["http://h"]}, "unknown transport 'http'"),
-        ({"workers": ["rdma://h"]}, "rdma transport is not available in this version"),
+        ({"workers": ["rdma://h?port=0"]}, "option port"),
         ({"workers": ["127.0.0.1:1", "tcp://127.0.0.1:1"]}, "workers given twice: 127.0.0.1:1"),
         ({"dtype": "bfloat16"}, "a CPU computes in float32"),
         ({"dtype": torch.float32}, "must be a name such as 'auto' or 'float32', got torch.float32"),
