@@ -49,7 +49,7 @@ cdef extern from "rdma_plane.h" nogil:
         const rdma_queue_ops *ops
         void *queue
         int fd
-        uint32_t num_slots, slot_bytes, depth
+        uint32_t num_slots, slot_bytes, depth, signal_every
         char *out
         const char *into "in"
         uint32_t tx_chunks, tx_credited, posted, completed
@@ -192,7 +192,8 @@ cdef class SlotPlane:
 
     `queue` has `native`, the addresses of an rdma_queue_ops table (cython/rdma_queue.h) and of what
     its calls take, or is a Python object with those calls itself. `send` and `recv` are the addresses
-    of the slots of each direction; `depth` writes may be under way. `num_slots + SPARE_RECEIVES`
+    of the slots of each direction; `depth` writes may be under way, one of
+    `signal_every` is reported done (at least a quarter of `depth`, as is usual). `num_slots + SPARE_RECEIVES`
     receives have been posted. The queue is closed with the connection, `memory` is kept that long.
     """
 
@@ -202,7 +203,7 @@ cdef class SlotPlane:
     cdef bint taken
 
     def __cinit__(self, queue, *, size_t send, size_t recv, uint32_t num_slots,
-                  uint32_t slot_bytes, uint32_t depth, memory):
+                  uint32_t slot_bytes, uint32_t depth, memory, uint32_t signal_every=0):
         if not (2 <= num_slots <= RDMA_MAX_SLOTS) or num_slots & (num_slots - 1):
             raise LocalProtocolError(f"{num_slots} slots: a power of two up to {MAX_SLOTS} is needed")
         if depth < 2 * num_slots + 16:
@@ -221,6 +222,7 @@ cdef class SlotPlane:
             p.ops, p.queue = <const rdma_queue_ops *>ops, <void *>own
         p.fd = queue.fd
         p.num_slots, p.slot_bytes, p.depth = num_slots, slot_bytes, depth
+        p.signal_every = min(signal_every or depth // 4, depth // 4)
         p.out, p.into = <char *>send, <const char *>recv
 
     def __dealloc__(self):

@@ -35,6 +35,7 @@ static int server_bench(fd_server *s, const fd_frame *h) {
         if (!(out = c->plane->reserve(c, FD_BENCH_REPLY, nbytes))) return -1;
         if (h->kind == FD_BENCH_PING) memcpy(out, s->in, nbytes);
     }
+    conn_release(c); /* before the reply: the next message may take the same slot */
     if (h->kind == FD_BENCH_READ && h->layer) bench_fill(out, nbytes, h->entry);
     return server_reply(s, FD_BENCH_REPLY, h, status, wrong, out, nbytes, NULL, 0);
 }

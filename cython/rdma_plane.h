@@ -29,6 +29,7 @@ typedef struct {
     int fd; /* readable after a completion, once armed */
     uint32_t num_slots, slot_bytes;
     uint32_t depth; /* writes that may be under way */
+    uint32_t signal_every; /* of those, how many to one report that they are done */
     char *out;      /* [num_slots * slot_bytes] */
     const char *in; /* [num_slots * slot_bytes], written by the peer */
     uint32_t tx_chunks, tx_credited; /* sent since the start; of those, consumed by the peer */
@@ -49,7 +50,7 @@ static inline int rdma_writable(const rdma_plane *p) {
 static int rdma_post(fd_conn *c, uint32_t slot, uint32_t nbytes, uint32_t imm, int signal) {
     rdma_plane *p = c->state;
     p->posted++;
-    if (p->posted - p->signalled >= p->depth / 4) signal = 1;
+    if (p->posted - p->signalled >= p->signal_every) signal = 1;
     if (signal) p->signalled = p->posted;
     /* 0 asks for no report, and is a count like others once in 2^32: that one goes unsignalled */
     uint64_t start = now_ns();

@@ -26,7 +26,10 @@ _TCP_COUNTERS = {  # name -> (offset in struct tcp_info of linux/tcp.h, layout)
     "tcp_reordered": (220, "I"),
     "tcp_out_of_order": (224, "I"),
 }
-_RDMA_TRAFFIC = ("port_xmit_data", "port_rcv_data", "packets", "port_xmit_wait")
+_RDMA_TRAFFIC = (
+    "port_xmit_data", "port_rcv_data", "packets", "port_xmit_wait", "_pkts", "rdma_sends",
+    "rdma_recvs",
+)  # fmt: skip
 """Counters that move with every transfer."""
 
 

@@ -181,7 +181,9 @@ class Bench:
 
     def _compare(self, tables: list[Table], sizes: Sequence[int]) -> None:
         for table, url in zip(tables, tables[0].case.urls, strict=True):
-            table.perftest = perftest.beside(table.case, parse_url(url), sizes)
+            case = table.case
+            iters = {nbytes: self.settings.num_iters(case.test, nbytes) for nbytes in sizes}
+            table.perftest = perftest.beside(case, parse_url(url), iters)
             print(f" perftest beside it ({table.worker}):")
             for row in table.perftest:
                 print("  " + ", ".join(f"{name} {value:g}" for name, value in row.items()))

@@ -19,6 +19,8 @@ RDMA_FLAGS = {
     "--tclass": ("tclass", "traffic class"),
     "--qp-timeout": ("timeout", "4.096 us * 2^N until a resend"),
     "--retry-count": ("retry", "resends before a peer is given up"),
+    "--inline-size": ("inline", "bytes handed over with a request, up to 1024"),
+    "--cq-mod": ("cq_mod", "writes per report that they are done, up to 16"),
 }
 """perftest's name -> (the option of an rdma:// address, help)."""
 
@@ -98,7 +100,10 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all options of `fastdecode bench interconnect`."""
     add_workers(parser)
-    rdma: Rows = tuple((flag, {"metavar": "VALUE"}, text) for flag, (_, text) in RDMA_FLAGS.items())
+    rdma: Rows = (
+        *((flag, {"metavar": "VALUE"}, text) for flag, (_, text) in RDMA_FLAGS.items()),
+        ("--post-list", _number(), "requests per posting: 1, as each tells how far we are"),
+    )
     for title, rows in (
         ("what to measure", _WHAT), ("messages", _MESSAGES), ("rdma only", rdma), ("", _OUTPUT),
     ):  # fmt: skip

@@ -176,8 +176,13 @@ def _check_planes(args: argparse.Namespace, planes: Sequence[str]) -> None:
         ConfigError: one does not.
     """
     if "rdma" in planes:
+        if args.post_list not in (None, 1):
+            raise ConfigError(
+                "--post-list must be 1: a frame carries the credits of the moment it is posted at, "
+                f"got {args.post_list}"
+            )
         return
-    names = [name for name in (*RDMA_OPTIONS, "compare") if getattr(args, name)]
+    names = [name for name in (*RDMA_OPTIONS, "post_list", "compare") if getattr(args, name)]
     if names:
         flag = "--" + names[0].replace("_", "-")
         raise ConfigError(f"{flag} concerns rdma alone, and {', '.join(planes)} is to be measured")

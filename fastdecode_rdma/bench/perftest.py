@@ -10,7 +10,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdecode_rdma.errors import ConfigError, TransportError
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
     from fastdecode_rdma.transport.address import Address
 
 TOOLS = {"latency": "ib_write_lat", "bandwidth": "ib_write_bw"}
-SERVER_START_S = 1.0
+SERVER_START_S = 10.0
+PORT = 18515
+"""Where a perftest server waits for its client."""
+
+_LISTENING = "0A"
 TIMEOUT_S = 300.0
+FEWEST_ITERS = 5
+"""perftest refuses less."""
 
 _FLAGS = {
     "dev": "--ib-dev", "port": "--ib-port", "gid": "--gid-index", "mtu": "--mtu", "sl": "--sl",
@@ -119,9 +126,12 @@ def check_installed(tests: Iterable[str]) -> None:
         )
 
 
-def command_of(case: Case, address: Address, nbytes: int) -> list[str]:
-    """Returns the client's command for one message size; without its last word, the server's."""
+def command_of(case: Case, address: Address, nbytes: int, iters: int) -> list[str]:
+    """Returns the client's command for one message size; without its last word, the server's.
+    `iters`: messages, 0 for as many as perftest takes by itself."""
     command = [TOOLS[case.test], "--size", str(nbytes), "-F"]
+    if iters:
+        command += ["--iters", str(max(iters, FEWEST_ITERS))]
     for option, flag in _FLAGS.items():
         if option in address.options:
             command += [flag, str(address.options[option])]
@@ -132,8 +142,9 @@ def command_of(case: Case, address: Address, nbytes: int) -> list[str]:
     return [*command, address.host]
 
 
-def beside(case: Case, address: Address, sizes: Sequence[int]) -> list[dict[str, float]]:
-    """Runs perftest with a worker's machine, one size after the other; returns its rows.
+def beside(case: Case, address: Address, sizes: Mapping[int, int]) -> list[dict[str, float]]:
+    """Runs perftest with a worker's machine, one size after the other; returns its rows. `sizes`:
+    bytes -> messages.
 
     Where the worker is on this machine both ends are run; elsewhere its end must be running.
 
@@ -141,14 +152,14 @@ def beside(case: Case, address: Address, sizes: Sequence[int]) -> list[dict[str,
         TransportError: it failed; says what must run on the other machine.
     """
     rows = []
-    for nbytes in sizes:
-        command = command_of(case, address, nbytes)
+    for nbytes, iters in sizes.items():
+        command = command_of(case, address, nbytes, iters)
         server = None
         if is_own_address(address.host):
             server = subprocess.Popen(
                 command[:-1], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
             )
-            time.sleep(SERVER_START_S)
+            _await_listener(server)
         try:
             rows += parse_table(_client(command))
         finally:
@@ -156,6 +167,18 @@ def beside(case: Case, address: Address, sizes: Sequence[int]) -> list[dict[str,
                 server.kill()
                 server.wait()
     return rows
+
+
+def _await_listener(server: subprocess.Popen[bytes]) -> None:
+    """Waits until the server listens, or has ended; connecting to find out would be its client."""
+    end_s = time.monotonic() + SERVER_START_S
+    while time.monotonic() < end_s and server.poll() is None:
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for line in Path(table).read_text().splitlines() if Path(table).exists() else ():
+                fields = line.split()
+                if fields[1].endswith(f":{PORT:04X}") and fields[3] == _LISTENING:
+                    return
+        time.sleep(0.02)
 
 
 def _client(command: list[str]) -> str:

@@ -37,11 +37,12 @@ WINS = 0.8
 UPLOAD_BYTES = 64 << 20
 WARM_UP_S = 0.05
 
-LATENCY_OPTIONS: Mapping[str, tuple[str, tuple[float, ...]]] = {
-    "shm": ("spin_us", (0, 5, 20, 50, 200)),
-    "tcp": ("buffer_bytes", (1 << 20, 2 << 20, 8 << 20)),
+LATENCY_OPTIONS: Mapping[str, tuple[tuple[str, tuple[float, ...]], ...]] = {
+    "shm": (("spin_us", (0, 5, 20, 50, 200)),),
+    "tcp": (("buffer_bytes", (1 << 20, 2 << 20, 8 << 20)),),
+    "rdma": (("inline", (0, 64, 512)), ("cq_mod", (1, 4))),
 }
-"""Plane -> what is swept for exchanges of rows."""
+"""Plane -> what is swept for exchanges of rows, one after the other."""
 
 BULK_BYTES = (1 << 16, 1 << 18, 1 << 20, 4 << 20, 16 << 20)
 """Swept on every plane, for K/V rows: slot size and length of the chunks at once."""
@@ -79,9 +80,8 @@ class Tuner:
         trials: list[Trial] = []
         chosen: dict[str, float | str] = {}
         usual = FrameSizes.of(self.geometry).max_bulk_bytes
-        sweeps = [("bulk_bytes", tuple(n for n in BULK_BYTES if n != usual))]
-        if plane in LATENCY_OPTIONS:
-            sweeps.insert(0, LATENCY_OPTIONS[plane])
+        bulk = ("bulk_bytes", tuple(n for n in BULK_BYTES if n != usual))
+        sweeps = (*LATENCY_OPTIONS[plane], bulk)
         given = parse_url(url).options
         for option, values in sweeps:
             if option in given:

@@ -26,7 +26,6 @@ from fastdecode_rdma.transport.rdma_select import pkey_index
 from fastdecode_rdma.transport.rdma_wish import MTUS, Wish
 
 DEPTH = 2 * NUM_SLOTS + 32
-MAX_INLINE = 256
 RECEIVES = NUM_SLOTS + SPARE_RECEIVES
 PING = 0xFF << 24
 """Immediate value of a ping: to the plane, a message that returns no slots."""
@@ -81,7 +80,9 @@ class Endpoint:
         TransportError: a limit of this machine or device, with the figures, or what it refused.
     """
 
-    def __init__(self, port: Port, gid: Gid, binding: Binding) -> None:
+    def __init__(self, port: Port, gid: Gid, binding: Binding, wish: Wish | None = None) -> None:
+        wish = wish or Wish()
+        self._cq_mod = wish.cq_mod
         self.port = port
         self.gid = gid
         self.binding = binding
@@ -109,7 +110,7 @@ class Endpoint:
                 slot_bytes=SLOT_BYTES,
                 depth=DEPTH,
                 receives=RECEIVES,
-                max_inline=MAX_INLINE,
+                max_inline=wish.inline,
             )
         except OSError as error:
             self.queue.close()
@@ -205,6 +206,7 @@ class Endpoint:
             num_slots=NUM_SLOTS,
             slot_bytes=SLOT_BYTES,
             depth=DEPTH,
+            signal_every=self._cq_mod,
             memory=self._memory,
         )
 

@@ -20,7 +20,7 @@ from fastdecode_rdma.transport.same_host import SPIN_NS, boot_id, cpu_mask, spin
 
 MAX_OFFER_BYTES = 16000
 _MAX_MASK_BYTES = 128
-_SETTINGS = ("mtu", "tclass", "sl", "timeout", "retry")
+_SETTINGS = ("mtu", "tclass", "sl", "timeout", "retry", "inline", "cq_mod")
 
 
 def offer_ports(ports: Sequence[Port]) -> bytes:

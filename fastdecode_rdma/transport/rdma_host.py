@@ -62,7 +62,7 @@ class RdmaHost(PlaneHost):
         """
         end = EngineEnd.decode(details)
         port, gid = self._find(end)
-        endpoint = Endpoint(port, gid, self._binding)
+        endpoint = Endpoint(port, gid, self._binding, end.wish)
         try:
             far = Port("", 0, port.link_layer, "ACTIVE", 0, lid=end.lid, pkeys=port.pkeys)
             endpoint.connect(end.offer, far, end.gid, end.wish)

@@ -117,7 +117,7 @@ def _connect(
 ) -> tuple[Endpoint, Plane]:
     pair, binding = choice.pairs[index], find_binding()
     try:
-        endpoint = Endpoint(pair.local, pair.local_gid, binding)
+        endpoint = Endpoint(pair.local, pair.local_gid, binding, wish)
     except TransportError as error:
         raise PlaneUnavailable(f"{link.peer}: {error}") from error
     try:

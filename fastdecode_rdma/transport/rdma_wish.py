@@ -26,6 +26,8 @@ _NUMBERS = {
     "sl": _Range(0, 15),
     "timeout": _Range(1, 31, "; it stands for 4.096 us * 2^timeout, and 0 for never"),
     "retry": _Range(0, 6, "; 7 means for ever on some devices, so a dead peer is never noticed"),
+    "inline": _Range(0, 1024),
+    "cq_mod": _Range(1, 16, ", a quarter of the writes that may be under way"),
 }
 
 OPTIONS = ("dev", *_NUMBERS)
@@ -44,6 +46,8 @@ class Wish:
     sl: int = 0
     timeout: int = 14  # 67 ms: with 3 retries a dead peer is noticed in well under 2 s
     retry: int = 3
+    inline: int = 256  # bytes that the processor hands over with a request, if the adapter does
+    cq_mod: int = 16  # writes per report that they are done
     origin: str = field(default="", compare=False)  # how the user said it, for messages
 
     @classmethod

@@ -128,6 +128,10 @@ def test_a_duration_instead_of_iterations(peer, plane, tmp_path) -> None:
     [
         (["--mtu", "1024"], "--mtu concerns rdma alone"),
         (["--gid_index", "3"], "--gid-index concerns rdma alone"),
+        (["--inline_size", "0"], "--inline-size concerns rdma alone"),
+        (["--cq-mod", "4"], "--cq-mod concerns rdma alone"),
+        (["--post_list", "2"], "--post-list concerns rdma alone"),
+        (["--plane", "rdma", "--post-list", "2"], "--post-list must be 1"),
         (["--compare"], "--compare concerns rdma alone"),
         (["--events"], "tcp sleeps in the system in any case"),
         (["--size", "4k"], "numbers between commas"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +60,23 @@ def test_bandwidth_tables() -> None:
     assert row["t_avg_usec"] == 3.21 and row["transactions_per_s"] == 311526.48
 
 
+def test_a_figure_that_is_none() -> None:
+    """Fewer messages than it takes for a deviation."""
+    (row, _) = perftest.parse_table(LATENCY.replace("2.10 ", "-nan "))
+    assert math.isnan(row["t_stdev_usec"])
+
+
+def test_a_server_that_listens_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(perftest, "SERVER_START_S", 20.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(perftest, "PORT", listener.getsockname()[1])
+        with subprocess.Popen(["sleep", "60"]) as server:
+            start_s = time.monotonic()
+            perftest._await_listener(server)
+            server.kill()
+    assert time.monotonic() - start_s < 10
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -76,11 +97,11 @@ def a_case(test: str, mode: str) -> Case:
 
 def test_commands_carry_the_options() -> None:
     address = parse_url("rdma://10.0.0.7?dev=mlx5_1&gid=3&mtu=1024&retry=2")
-    assert perftest.command_of(a_case("latency", "ping"), address, 64) == [
-        "ib_write_lat", "--size", "64", "-F", "--ib-dev", "mlx5_1", "--gid-index", "3",
-        "--mtu", "1024", "--retry_count", "2", "10.0.0.7",
+    assert perftest.command_of(a_case("latency", "ping"), address, 64, 100) == [
+        "ib_write_lat", "--size", "64", "-F", "--iters", "100", "--ib-dev", "mlx5_1",
+        "--gid-index", "3", "--mtu", "1024", "--retry_count", "2", "10.0.0.7",
     ]  # fmt: skip
-    command = perftest.command_of(a_case("bandwidth", "pingpong"), address, 64)
+    command = perftest.command_of(a_case("bandwidth", "pingpong"), address, 64, 0)
     assert command[0] == "ib_write_bw" and command[-3:-1] == ["--report_gbits", "--bidirectional"]
 
 
@@ -90,11 +111,14 @@ def test_both_ends_run_where_the_worker_is_here(tmp_path: Path, monkeypatch) -> 
     tool.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncat <<END\n{LATENCY}\nEND\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(perftest, "SERVER_START_S", 0.2)
-    rows = perftest.beside(a_case("latency", "ping"), parse_url("rdma://127.0.0.1"), [2])
+    monkeypatch.setattr(perftest, "SERVER_START_S", 5.0)
+    rows = perftest.beside(a_case("latency", "ping"), parse_url("rdma://127.0.0.1"), {2: 7})
     assert len(rows) == 2
-    assert sorted(log.read_text().splitlines()) == ["--size 2 -F", "--size 2 -F 127.0.0.1"]
-    rows = perftest.beside(a_case("latency", "ping"), parse_url("rdma://192.0.2.1"), [2])
+    assert sorted(log.read_text().splitlines()) == [
+        "--size 2 -F --iters 7",
+        "--size 2 -F --iters 7 127.0.0.1",
+    ]
+    rows = perftest.beside(a_case("latency", "ping"), parse_url("rdma://192.0.2.1"), {2: 7})
     assert len(log.read_text().splitlines()) == 3 and len(rows) == 2
 
 
@@ -104,7 +128,7 @@ def test_a_failing_tool_says_what_the_other_end_needs(tmp_path: Path, monkeypatc
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(TransportError, match=r"could not connect; on 192\.0\.2\.1 there must run"):
-        perftest.beside(a_case("latency", "ping"), parse_url("rdma://192.0.2.1"), [2])
+        perftest.beside(a_case("latency", "ping"), parse_url("rdma://192.0.2.1"), {2: 7})
 
 
 def test_perftest_that_is_not_there(monkeypatch) -> None:

@@ -18,7 +18,7 @@ from fastdecode_rdma.config import AttentionGeometry, KVGroup
 from fastdecode_rdma.engine.options import GeneratorOptions
 from fastdecode_rdma.engine.setup import _urls
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.transport.address import parse_url
+from fastdecode_rdma.transport.address import OPTIONS, PLANES, parse_url
 from fastdecode_rdma.transport.base import BULK_BYTES, plan_slots
 from fastdecode_rdma.transport.profile import Profile, read_profile, write_profile
 
@@ -38,7 +38,8 @@ def test_a_profile_is_found_written_and_read(peer, scheme, tmp_path, monkeypatch
     plane = "tcp" if scheme else "shm"
     found = json.loads(place.read_text())
     tried = {(t["plane"], t["option"]) for t in found["trials"]}
-    assert tried == {(plane, tune.LATENCY_OPTIONS[plane][0]), (plane, "bulk_bytes")}
+    swept = [name for name, _ in tune.LATENCY_OPTIONS[plane]]
+    assert tried == {(plane, name) for name in (*swept, "bulk_bytes")}
     assert set(read_profile(place).workers) == {peer.place}
     assert f"profile='{place}'" in capsys.readouterr().out
 
@@ -53,6 +54,15 @@ def test_options_that_cannot_be(capfd) -> None:
     ):
         assert cli.main([*options, *more]) == 2
         assert words in capfd.readouterr().err
+
+
+def test_every_plane_has_its_sweeps() -> None:
+    assert set(tune.LATENCY_OPTIONS) == set(PLANES)
+    for plane, sweeps in tune.LATENCY_OPTIONS.items():
+        for name, values in sweeps:
+            assert plane in OPTIONS[name].planes
+            for value in values:
+                parse_url(f"{plane}://h?{name}={value}")
 
 
 def test_only_what_is_clearly_better_is_set() -> None:
