@@ -12,8 +12,8 @@ ISAS = ("avx512", "avx2", "neon", "baseline")
 beside avx2, which means AVX2, FMA and F16C (cython/isa.h)."""
 
 UNPROVEN = frozenset({"avx512", "neon"})
-"""Compiled and disassembled, but nobody has run their tests on such a processor: never chosen
-unless asked for by name."""
+"""Right on emulated processors (tests/kernels/avx512_vm, .ci/kernels), but nobody has run their
+tests on a real one, or measured them: never chosen unless asked for by name."""
 
 BELOW = {"avx512": "avx2", "avx2": "baseline", "neon": "baseline"}
 """What a kernel that is not written for an instruction set runs instead."""
