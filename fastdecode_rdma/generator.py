@@ -100,13 +100,13 @@ class Generator:
         workers: addresses; None embeds one worker in this process. "host:18815" is reached by the
             best way that works, "shm://host" by shared memory or not at all, "tcp://host" by TCP.
         token_file: the file that holds the token shared with `workers`.
-        require: None, or "shm" or "tcp": every worker is reached that way, or it is an error.
+        require: None, or "shm", "rdma" or "tcp": every worker is reached that way, or it is an
+            error.
         profile: a file of `fastdecode bench tune`: options of the workers' addresses, as measured.
         dtype: compute dtype; "auto" or "float32" on a CPU.
         kv_cache_dtype: "auto" (the checkpoint's), "fp32", "fp16", "bf16", "int8" or "int4".
         quantization: None, or "int8": weights are rounded as they are loaded, symmetric, with a
-            scale for each output and 256 inputs: half the memory of bf16, and its speed doubled
-            for one sequence.
+            scale for each output and 256 inputs: half the bytes of bf16 to hold and to read.
         device: None or "cpu".
         max_model_len: tokens of prompt and answer; default: what model and workers can hold.
         max_num_seqs: sequences that run at once.

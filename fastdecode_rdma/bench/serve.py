@@ -34,25 +34,7 @@ NO_KERNEL = "none"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, which mean what they mean to `fastdecode worker`."""
-    parser.add_argument(
-        "--listen",
-        default="127.0.0.1:18815",
-        metavar="HOST:PORT",
-        help="address to listen on; port 0 picks a free one (default: %(default)s)",
-    )
-    parser.add_argument("--ready-file", metavar="FILE", help="write the ready line to FILE as well")
-    access = parser.add_mutually_exclusive_group()
-    access.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="engines must hold this token (default: FASTDECODE_TOKEN_FILE)",
-    )
-    access.add_argument(
-        "--insecure",
-        action="store_true",
-        help="listen without a token, also where other machines can reach it",
-    )
-    parser.add_argument("--verbose", action="store_true", help="report who comes and goes")
+    command.add_listening_arguments(parser)
 
 
 def _no_session(geometry: AttentionGeometry, budget: Budget, num_threads: int) -> NoReturn:

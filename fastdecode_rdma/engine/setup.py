@@ -103,7 +103,8 @@ def build_engine(
         max_model_len=max_model_len,
     )
     # workers first: a wrong address is told at once, not after the weights are loaded
-    links = _open_workers(options, geometry)
+    urls = _urls(options)
+    links = _open_workers(urls, options, geometry)
     backend = AttentionBackend(links, geometry, timeout_s=options.timeout_s)
     try:
         ops = CpuOps(deterministic=options.deterministic, quantization=options.quantization)
@@ -113,8 +114,8 @@ def build_engine(
         backend.close()
         raise
     # a worker's name leaves out the options of the address that it was given by
-    urls = {str(parse_url(url)): url for url in _urls(options)}
-    reconnector = Reconnector(lambda name: _connect([urls[name]], options, geometry)[0])
+    by_name = {str(parse_url(url)): url for url in urls}
+    reconnector = Reconnector(lambda name: _connect([by_name[name]], options, geometry)[0])
     return EngineParts(
         model, engine, backend, ops, options, reconnector, sampling_defaults, notes=notes
     )
@@ -140,7 +141,9 @@ def union_of_eos(
     return frozenset(i for i in ids if 0 <= i < config.vocab_size)
 
 
-def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> list[WorkerLink]:
+def _open_workers(
+    urls: list[str], options: GeneratorOptions, geometry: AttentionGeometry
+) -> list[WorkerLink]:
     """Opens a session on every worker, or embeds one."""
     if options.workers is None:
         num_threads = torch.get_num_threads()
@@ -149,7 +152,7 @@ def _open_workers(options: GeneratorOptions, geometry: AttentionGeometry) -> lis
             logger.info(said)
         budget = MemoryBudget(default_memory().value, nodes)
         return [LocalWorker(geometry, budget, num_threads=num_threads)]
-    return list(_connect(_urls(options), options, geometry))
+    return list(_connect(urls, options, geometry))
 
 
 def _urls(options: GeneratorOptions) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
+from collections.abc import Iterator
 
 from fastdecode_rdma.errors import LocalProtocolError
 from fastdecode_rdma.transport._pump import Plane, Pump
@@ -12,7 +14,7 @@ from fastdecode_rdma.transport.address import Address
 from fastdecode_rdma.transport.base import Transport
 from fastdecode_rdma.transport.blocking import BlockingConnection, naming
 from fastdecode_rdma.wire import messages as m
-from fastdecode_rdma.wire.connection import check_data_accepted, data_hello
+from fastdecode_rdma.wire.connection import Connection, check_data_accepted, data_hello
 
 
 class ConnectedTransport(Transport):
@@ -77,6 +79,20 @@ class ConnectedTransport(Transport):
         self._plane = None
         with contextlib.suppress(OSError):  # detached or closed already
             self._sock.close()
+
+
+@contextlib.contextmanager
+def data_link(
+    sock: socket.socket, address: Address, timeout_s: float
+) -> Iterator[BlockingConnection]:
+    """The engine's side of the messages that set a fresh data socket up, which is closed if that
+    fails."""
+    try:
+        conn = Connection(m.Role.ENGINE, now_s=time.monotonic())
+        yield BlockingConnection(sock, conn, peer=str(address), timeout_s=timeout_s)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def prove_data_socket(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 from fastdecode_rdma.errors import TransportError
 from fastdecode_rdma.transport._pump import Plane
 from fastdecode_rdma.transport.address import Address
 from fastdecode_rdma.transport.base import Attempt, FrameSizes, PlaneUnavailable
 from fastdecode_rdma.transport.blocking import BlockingConnection
-from fastdecode_rdma.transport.connected import ConnectedTransport, prove_data_socket
+from fastdecode_rdma.transport.connected import ConnectedTransport, data_link, prove_data_socket
 from fastdecode_rdma.transport.rdma_bindings import NATIVE, Binding, find_binding
 from fastdecode_rdma.transport.rdma_endpoint import Endpoint
 from fastdecode_rdma.transport.rdma_ends import EngineEnd, Machine, WorkerEnd
@@ -20,7 +19,6 @@ from fastdecode_rdma.transport.rdma_select import Choice, Pair, choose, usable_p
 from fastdecode_rdma.transport.rdma_wish import Wish
 from fastdecode_rdma.transport.tcp import dial
 from fastdecode_rdma.wire import messages as m
-from fastdecode_rdma.wire.connection import Connection
 
 PING_TIMEOUT_S = 5.0
 
@@ -76,7 +74,7 @@ class RdmaTransport(ConnectedTransport):
             TransportError, TransportTimeout, RemoteProtocolError: they name the address.
         """
         sock = dial(address, timeout_s)
-        try:
+        with data_link(sock, address, timeout_s) as link:
             control = (sock.getsockname()[0], sock.getpeername()[0])
             wish = Wish.of(address.options, os.environ)
             choice = choose(
@@ -85,12 +83,7 @@ class RdmaTransport(ConnectedTransport):
                 control=control,
                 worker_index=attempt.worker_index,
             )
-            conn = Connection(m.Role.ENGINE, now_s=time.monotonic())
-            link = BlockingConnection(sock, conn, peer=str(address), timeout_s=timeout_s)
             endpoint, plane = _connect(link, opened, session_key, choice, len(attempt.failed), wish)
-        except BaseException:
-            sock.close()
-            raise
         transport = cls(address, sock, opened, plane)
         transport.detail = (
             f"{choice.explain(len(attempt.failed), attempt.failed)}; MTU {endpoint.mtu_bytes}, "

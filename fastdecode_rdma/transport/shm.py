@@ -11,17 +11,15 @@ import fcntl
 import os
 import socket
 import struct
-import time
 
 from fastdecode_rdma.errors import RemoteProtocolError
 from fastdecode_rdma.transport._pump import ShmPlane, shm_segment_bytes
 from fastdecode_rdma.transport.address import Address
 from fastdecode_rdma.transport.base import Attempt, FrameSizes, PlaneUnavailable
 from fastdecode_rdma.transport.blocking import BlockingConnection
-from fastdecode_rdma.transport.connected import ConnectedTransport, prove_data_socket
+from fastdecode_rdma.transport.connected import ConnectedTransport, data_link, prove_data_socket
 from fastdecode_rdma.transport.same_host import boot_id, cpu_mask, peer_of
 from fastdecode_rdma.wire import messages as m
-from fastdecode_rdma.wire.connection import Connection
 
 BOOT_ID_BYTES = 36
 HELLO = struct.Struct("<q")  # nanoseconds to spin, -1: as the cores say; the engine's cores follow
@@ -88,13 +86,8 @@ class ShmTransport(ConnectedTransport):
             TransportError, TransportTimeout, RemoteProtocolError: they name the address.
         """
         sock = _connect(address, offer[BOOT_ID_BYTES:], timeout_s)
-        try:
-            conn = Connection(m.Role.ENGINE, now_s=time.monotonic())
-            link = BlockingConnection(sock, conn, peer=str(address), timeout_s=timeout_s)
+        with data_link(sock, address, timeout_s) as link:
             plane = _share(link, address, opened, session_key, sizes)
-        except BaseException:
-            sock.close()
-            raise
         return cls(address, sock, opened, plane)
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 
 from fastdecode_rdma.errors import TransportError, TransportTimeout
 from fastdecode_rdma.transport.address import Address
 from fastdecode_rdma.transport.base import Attempt, FrameSizes
-from fastdecode_rdma.transport.blocking import BlockingConnection
-from fastdecode_rdma.transport.connected import ConnectedTransport, prove_data_socket
+from fastdecode_rdma.transport.connected import ConnectedTransport, data_link, prove_data_socket
 from fastdecode_rdma.wire import messages as m
-from fastdecode_rdma.wire.connection import Connection
 
 USER_TIMEOUT_MS = 10_000
 """How long sent bytes may stay unacknowledged before the kernel gives the connection up. The
@@ -91,12 +88,7 @@ class TcpTransport(ConnectedTransport):
             TransportError, TransportTimeout, RemoteProtocolError: they name the address.
         """
         sock = dial(address, timeout_s)
-        try:
+        with data_link(sock, address, timeout_s) as link:
             widen_buffers(sock, int(address.options.get("buffer_bytes", BUFFER_BYTES)))
-            conn = Connection(m.Role.ENGINE, now_s=time.monotonic())
-            link = BlockingConnection(sock, conn, peer=str(address), timeout_s=timeout_s)
             prove_data_socket(link, opened, session_key)
-        except BaseException:
-            sock.close()
-            raise
         return cls(address, sock, opened)

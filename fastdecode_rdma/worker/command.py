@@ -31,12 +31,6 @@ CLOSE_TIMEOUT_S = 0.7
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `fastdecode worker`."""
     parser.add_argument(
-        "--listen",
-        default="127.0.0.1:18815",
-        metavar="HOST:PORT",
-        help="address to listen on; port 0 picks a free one (default: %(default)s)",
-    )
-    parser.add_argument(
         "--memory",
         metavar="SIZE",
         help="KV-cache limit, such as 4GiB (default: 80%% of what is free)",
@@ -49,6 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="take all memory at the start, page by page, and keep it; without, it is taken when "
         "sequences need it and given back after them (default: --touch if --memory is given)",
+    )
+    add_listening_arguments(parser)
+
+
+def add_listening_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of everything that engines connect to: where, for whom, what it reports."""
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:18815",
+        metavar="HOST:PORT",
+        help="address to listen on; port 0 picks a free one (default: %(default)s)",
     )
     parser.add_argument("--ready-file", metavar="FILE", help="write the ready line to FILE as well")
     access = parser.add_mutually_exclusive_group()
