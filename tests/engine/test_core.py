@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import socket
 import subprocess
@@ -65,6 +66,17 @@ def small(
         gen.close()
 
 
+@contextlib.contextmanager
+def held(gen: Generator) -> Iterator[None]:
+    """Keeps the engine from starting until all that is submitted inside is there."""
+    gate, loop = threading.Event(), gen._loop
+    with loop._wake:
+        loop._commands.append(gate.wait)
+        loop._wake.notify()
+    yield
+    gate.set()
+
+
 def texts_and_ids(outputs: list) -> list[list[tuple[str, list[int]]]]:
     return [[(s.text, s.token_ids) for s in output.outputs] for output in outputs]
 
@@ -119,7 +131,9 @@ def test_a_sample_preempted_before_its_prefill_does_not_strand_its_siblings(
     options = {"max_num_batched_tokens": 1, "timeout_s": 5.0, "name": "llama-2k"}
     # the first grows over a block border while the second is prefilled and the third waits for that
     tight, _ = small(20, max_model_len=1200, **options)
-    got = tight.complete(prompts, params)
+    with held(tight):
+        handles = [tight.submit(*request) for request in zip(prompts, params, strict=True)]
+    got = [handle.result() for handle in handles]
     assert tight.stats().num_preemptions_total > 0
     roomy, _ = small(1000, **options)
     assert texts_and_ids(got) == texts_and_ids(roomy.complete(prompts, params))
