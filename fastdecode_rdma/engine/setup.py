@@ -23,7 +23,7 @@ from fastdecode_rdma.engine.state import EngineOptions
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models import DecoderModel, ModelConfig, load_model
 from fastdecode_rdma.ops import CpuOps
-from fastdecode_rdma.scheduler import make_scheduler
+from fastdecode_rdma.scheduler import SchedulerOptions, make_scheduler
 from fastdecode_rdma.tokenizer import Tokenizer
 from fastdecode_rdma.transport.address import parse_url, require_plane
 from fastdecode_rdma.transport.profile import read_profile
@@ -198,8 +198,10 @@ def _assemble(
         max_model_len = longest
     scheduler = make_scheduler(
         "fcfs",
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        SchedulerOptions(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        ),
     )
     engine = Engine(
         model,

@@ -1,15 +1,53 @@
-"""The scheduling interface: pure integers, for the engine and a simulator alike.
+"""The scheduling interface: pure arithmetic, for the engine and a simulator alike.
 
 A *job* is one sequence; a *gang* is the jobs of one request, admitted together as they share a
-prompt.
+prompt. A job *runs* while it holds cache: it decodes, or it is *paused*, left out of a step's
+`decode` with its cache where it is.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from fastdecode_rdma.errors import ConfigError
+
+
+class Costs(Protocol):
+    """Predicted seconds, from a measured profile or from a catalogue of hardware."""
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Returns how long the prompt of one job takes, its first token included."""
+
+    def decode_s(self, num_seqs: int, cached_tokens: int) -> float:
+        """Returns how long one step of num_seqs jobs takes that have cached_tokens in all."""
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What every policy obeys.
+
+    max_num_seqs: jobs that run at once. max_num_batched_tokens: prompt tokens admitted per step; a
+    prompt that is longer by itself goes alone. max_load_tokens: cached tokens that decode in one
+    step, paused jobs not counted (the load limit W_lim); None is no limit; a job that is longer by
+    itself goes alone. clock: seconds, from any origin; a simulator passes its own. costs: None lets
+    a policy that needs them learn them from what `Scheduler.observe` is told.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_load_tokens: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_load_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(slots=True)
@@ -22,6 +60,7 @@ class Job:
     max_tokens: bound on generated tokens.
     arrival: ascending order of submission, kept when a sequence is preempted.
     is_single: its request came by itself, rather than from a list that is submitted bit by bit.
+    priority: jobs of a lower one are admitted and run before those of a higher one.
     """
 
     handle: int
@@ -30,11 +69,15 @@ class Job:
     max_tokens: int
     arrival: int
     is_single: bool = False
+    priority: int = 0
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: who starts (prefill), who decodes, who must give its memory back first."""
+    """One step: who starts (prefill), who decodes, who must give its memory back first.
+
+    `decode` may be a part of the running jobs: those left out keep their cache.
+    """
 
     prefill: list[tuple[int, ...]] = field(default_factory=list)  # gangs, by handle
     decode: list[int] = field(default_factory=list)
@@ -57,6 +100,9 @@ class CacheRoom(Protocol):
 class Scheduler(ABC):
     """A policy: whom to admit, whom to run. All methods are called by the engine thread only."""
 
+    def __init__(self, options: SchedulerOptions) -> None:
+        self.options = options
+
     @abstractmethod
     def add(self, gang: Sequence[Job]) -> None:
         """Queues the jobs of one request."""
@@ -72,6 +118,20 @@ class Scheduler(ABC):
     @abstractmethod
     def schedule(self, room: CacheRoom) -> StepPlan:
         """Decides the next step and reserves room for its tokens."""
+
+    def observe(  # noqa: B027  (most policies need no costs)
+        self,
+        prefill_tokens: int,
+        prefill_s: float,
+        num_decoded: int,
+        cached_tokens: int,
+        decode_s: float,
+    ) -> None:
+        """Hears how long a step took, for a policy that learns costs.
+
+        prefill_tokens prompt tokens took prefill_s; num_decoded jobs with cached_tokens in all took
+        decode_s. What was not done is 0.
+        """
 
     @abstractmethod
     def has_work(self) -> bool:
@@ -91,3 +151,8 @@ class Scheduler(ABC):
     @abstractmethod
     def num_running(self) -> int:
         """Jobs that hold cache."""
+
+    @property
+    def num_paused(self) -> int:
+        """Those among them that the last step left out."""
+        return 0

@@ -5,19 +5,20 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from fastdecode_rdma.scheduler.base import CacheRoom, Job, Scheduler, StepPlan
+from fastdecode_rdma.scheduler.base import (
+    CacheRoom,
+    Job,
+    Scheduler,
+    SchedulerOptions,
+    StepPlan,
+)
 
 
 class FcfsScheduler(Scheduler):
-    """Continuous batching in order of arrival.
+    """Continuous batching in order of arrival."""
 
-    max_num_seqs: jobs that run at once. max_num_batched_tokens: prompt tokens admitted per step;
-    a prompt that is longer by itself goes alone.
-    """
-
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+    def __init__(self, options: SchedulerOptions) -> None:
+        super().__init__(options)
         self._waiting: list[tuple[Job, ...]] = []  # gangs in order of arrival
         self._num_waiting_single = 0
         self._running: dict[int, Job] = {}  # in order of arrival
@@ -83,11 +84,12 @@ class FcfsScheduler(Scheduler):
     def _admit(self, room: CacheRoom) -> list[tuple[Job, ...]]:
         """Takes gangs off the queue while seats, the token budget and the cache allow."""
         admitted: list[tuple[Job, ...]] = []
-        tokens, seats = 0, self.max_num_seqs - len(self._running)
+        tokens, budget = 0, self.options.max_num_batched_tokens
+        seats = self.options.max_num_seqs - len(self._running)
         while self._waiting:
             gang = self._waiting[0]
             prompt = gang[0].num_tokens
-            if len(gang) > seats or (tokens and tokens + prompt > self.max_num_batched_tokens):
+            if len(gang) > seats or (tokens and tokens + prompt > budget):
                 break
             # room for the first generated token too, so that the step after the prefill can run
             if not room.reserve_gang([job.handle for job in gang], prompt + 1):

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.scheduler import FcfsScheduler, Job, StepPlan, make_scheduler
+from fastdecode_rdma.scheduler import (
+    FcfsScheduler,
+    Job,
+    SchedulerOptions,
+    StepPlan,
+    make_scheduler,
+)
 
 
 @dataclass
@@ -39,7 +45,7 @@ def job(handle: int, prompt_len: int = 10, max_tokens: int = 5) -> Job:
 
 
 def scheduler(max_num_seqs: int = 4, max_num_batched_tokens: int = 100) -> FcfsScheduler:
-    return FcfsScheduler(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    return FcfsScheduler(SchedulerOptions(max_num_seqs, max_num_batched_tokens))
 
 
 def test_admits_in_order_of_arrival_while_there_are_seats() -> None:
@@ -145,5 +151,5 @@ def test_everything_that_fits_alone_finishes(
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'lifo' is unknown"):
-        make_scheduler("lifo", max_num_seqs=1, max_num_batched_tokens=1)
+    with pytest.raises(ConfigError, match=r"unknown scheduling policy 'fcsf'.*'fcfs'"):
+        make_scheduler("fcsf", SchedulerOptions(1, 1))
