@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "token": ("worker.token_command", "make a shared token for workers and engines"),
     "demo": ("hub.demo_command", "fetch a small model and decode with a worker on this machine"),
     "convert": ("hub.convert_command", "turn a GGUF file into a Hugging Face directory"),
+    "plan": ("perfmodel.plan_command", "predict what hardware does with a model"),
     "bench": ("bench.command", "measure the attention kernel beside what the machine can do"),
 }
 """Command -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)."""
@@ -105,7 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = import_module(f"fastdecode_rdma.{module_name}")
         parser = _Parser(prog=f"fastdecode {name}", description=text)
         module.add_arguments(parser)
-        code = module.run(parser.parse_args(arguments[1:]))
+        args = parser.parse_args(arguments[1:])
+        args.command_line = ["fastdecode", *arguments]
+        code = module.run(args)
         sys.stdout.flush()
         return code
     except FastDecodeError as exc:

@@ -25,7 +25,7 @@ LAYERS = [
     {"models"},
     {"engine", "prompts", "stream", "results", "requests", "inbox", "handles"},
     {"generator"},
-    {"batch", "bench", "terminal", "hub", "doctor", "generate_command", "cli"},
+    {"batch", "bench", "perfmodel", "terminal", "hub", "doctor", "generate_command", "cli"},
 ]
 """Rooms from bottom to top: a file imports from its own layer or those below."""
 
@@ -39,6 +39,7 @@ NO_TORCH = (
     "worker",
     "attention",
     "scheduler",
+    "perfmodel",
 )
 
 

@@ -1,0 +1,1 @@
+"""Performance model: shapes, hardware, planner, simulator and measured profiles. No torch."""
