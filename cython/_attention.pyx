@@ -73,8 +73,11 @@ cdef extern from "attention.h" nogil:
 
     int FD_READ_PIECE
     int FD_FMA_ROUNDS
+    int FD_PIECE_CHUNKS
     uint64_t fd_probe_read(const fd_isa *isa, const void *buffer, int64_t nbytes, int threads)
     uint64_t fd_probe_fma(const fd_isa *isa, int64_t num_pieces, int threads)
+    uint64_t fd_probe_both(const fd_isa *isa, const void *buffer, int64_t num_chunks, int64_t chunk_bytes,
+                           int64_t rounds, int threads)
 
 BLOCK_TOKENS = FD_BLOCK
 SEGMENT_TOKENS = FD_SEG
@@ -116,6 +119,23 @@ def multiply_adds_per_s(str isa, int64_t num_pieces, int num_threads):
     with nogil:
         ns = fd_probe_fma(kernel, num_pieces, num_threads)
     return <double>num_pieces * FD_FMA_ROUNDS * 12 * kernel.lanes / ns * 1e9
+
+
+def read_multiplying_bytes_per_s(str isa, uintptr_t buffer, int64_t nbytes, int64_t chunk_bytes,
+                                 double multiply_adds_per_byte, int num_threads):
+    """Bytes per second read in chunks of a multiple of 256 bytes at scattered places of a buffer, which holds zeros,
+    while each byte costs so many fp32 multiply-adds (rounded to whole rounds of eight vectors for 256 bytes)."""
+    cdef uint64_t ns
+    encoded = isa.encode()
+    cdef const fd_isa *kernel = fd_find_isa(encoded)
+    cdef int64_t num_chunks, rounds
+    if kernel == NULL or chunk_bytes < 256 or chunk_bytes % 256 or nbytes < chunk_bytes * FD_PIECE_CHUNKS:
+        raise ValueError("an instruction set of this CPU and a buffer of at least 16 chunks are needed")
+    num_chunks = nbytes // chunk_bytes // FD_PIECE_CHUNKS * FD_PIECE_CHUNKS
+    rounds = round(multiply_adds_per_byte * 256 / (8 * kernel.lanes))
+    with nogil:
+        ns = fd_probe_both(kernel, <const void *>buffer, num_chunks, chunk_bytes, rounds, num_threads)
+    return num_chunks * chunk_bytes / (ns / 1e9)
 
 
 cdef class Context:

@@ -157,6 +157,7 @@ typedef struct {
                  int group_index, int64_t position, const void *k, const void *v);
     void (*read)(void *probe, int tid);
     void (*fma)(void *probe, int tid);
+    void (*both)(void *probe, int tid);
     int lanes;
 } fd_isa;
 

@@ -30,12 +30,13 @@ typedef struct {
     int64_t grain; /* items that a thread takes at once from one of ctx->ranges */
 } fd_job;
 
-enum { FD_READ_PIECE = 1 << 20, FD_FMA_ROUNDS = 1 << 14 };
+enum { FD_READ_PIECE = 1 << 20, FD_FMA_ROUNDS = 1 << 14, FD_PIECE_CHUNKS = 16, FD_CHUNK_STRIDE = 7919 /* a prime */ };
 
 /* A measurement of the machine, not of the kernel: see roofline.h. */
 typedef struct {
     const char *buffer;
     int64_t num_pieces;
+    int64_t num_chunks, chunk_bytes, rounds; /* of both at once: rounds of 8 vectors for each 256 bytes */
     _Atomic int64_t next;
     _Atomic int sink;
 } fd_probe;
@@ -73,6 +74,16 @@ static uint64_t fd_probe_fma(const fd_isa *isa, int64_t num_pieces, int threads)
     fd_probe job = {.num_pieces = num_pieces};
     uint64_t start = fd_now_ns();
     team_run(threads, isa->fma, &job);
+    return fd_now_ns() - start;
+}
+
+/* Reads num_chunks chunks, a multiple of FD_PIECE_CHUNKS; `rounds` of 8 * lanes multiply-adds for each 256 bytes. */
+static uint64_t fd_probe_both(const fd_isa *isa, const void *buffer, int64_t num_chunks, int64_t chunk_bytes,
+                              int64_t rounds, int threads) {
+    fd_probe job = {.buffer = buffer, .num_pieces = num_chunks / FD_PIECE_CHUNKS, .num_chunks = num_chunks,
+                    .chunk_bytes = chunk_bytes, .rounds = rounds};
+    uint64_t start = fd_now_ns();
+    team_run(threads, isa->both, &job);
     return fd_now_ns() - start;
 }
 

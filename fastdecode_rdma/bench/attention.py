@@ -2,7 +2,8 @@
 
 Every case decodes one token of each sequence over its whole KV-cache, paged, blocks at random
 places. Repetitions of all cases are interleaved; medians count. The roofline of a case is
-min(read bandwidth, multiply-adds per second x KV bytes per multiply-add).
+min(read bandwidth, multiply-adds per second x KV bytes per multiply-add). No loop comes to it where
+the two are near each other, so one that only reads and multiplies, as often, is timed as well.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ FMA_PIECES = 500
 WORKING_SET = 256 << 20
 """A case has as many layers, attended in turn, as it takes to hold so many bytes of KV: no cache
 keeps them."""
+Figures = tuple[float, float, float, float, float | None]
 TORCH_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -133,6 +135,16 @@ class Machine:
     def fmas_per_s(self, isa: str, threads: int) -> float:
         return float(_attention.multiply_adds_per_s(isa, FMA_PIECES, threads))
 
+    def both_bytes_per_s(self, case: Case) -> float:
+        """KV bytes per second of a loop that reads chunks as a block's are, and multiplies."""
+        chunk = BLOCK_TOKENS * KV_DTYPES[case.dtype].row_bytes(case.head_dim)
+        return float(
+            _attention.read_multiplying_bytes_per_s(
+                case.isa, self._buffer.ctypes.data, READ_BYTES, chunk, 1 / case.bytes_per_fma,
+                case.threads,
+            )
+        )  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cpus = len(os.sched_getaffinity(0))
@@ -206,12 +218,13 @@ def measure(cases: list[Case], repeats: int, *, with_torch: bool) -> list[Row]:
             TorchDecode(case) if with_torch and case.dtype in TORCH_DTYPES else None
             for case in batch
         ]
-        figures: list[list[tuple[float, float, float, float | None]]] = [[] for _ in batch]
+        figures: list[list[Figures]] = [[] for _ in batch]
         for turn in range(repeats + 1):
             for i, case in enumerate(batch):
                 figure = (
                     machine.read_bytes_per_s(case.isa, case.threads),
                     machine.fmas_per_s(case.isa, case.threads),
+                    machine.both_bytes_per_s(case),
                     ours[i].seconds(),
                     _timed(theirs[i]),
                 )
@@ -232,14 +245,15 @@ def _timed(theirs: TorchDecode | None) -> float | None:
     return seconds
 
 
-def _row(case: Case, runs: list[tuple[float, float, float, float | None]]) -> Row:
-    reads, fmas, seconds, torch = zip(*runs, strict=True)
+def _row(case: Case, runs: list[Figures]) -> Row:
+    reads, fmas, both, seconds, torch = zip(*runs, strict=True)
     others = [value for value in torch if value is not None]
     return Row(
         case,
         statistics.median(seconds),
         statistics.median(reads),
         statistics.median(fmas),
+        statistics.median(both),
         statistics.median(others) if others else None,
     )
 

@@ -46,6 +46,7 @@ class Row:
     seconds: float
     read_bytes_per_s: float
     fmas_per_s: float
+    both_bytes_per_s: float
     torch_seconds: float | None
 
     @property
@@ -61,15 +62,17 @@ class Row:
 LEGEND = """\
 us        median time of one layer's attention for the whole batch, one new token each
 GB/s      KV bytes read per second; read: plain streaming reads, same run and threads; roof: the
-          lower of read and what multiply-adds allow (their measured rate x KV bytes of one each)
+          lower of read and what multiply-adds allow (their measured rate x KV bytes of one each);
+          both: a loop that reads chunks of the same size at scattered places and multiplies as
+          often, and does nothing else
 tokens/s  tokens per second and layer; x torch: torch's attention takes so many times as long"""
 
 
 def print_rows(rows: list[Row]) -> None:
     print(
         f"{'KV':<5} {'batch':>5} {'length':>6} {'group':>5} {'kv':>3} {'dim':>4} {'thr':>3} "
-        f"{'isa':<8} {'us':>8} {'GB/s':>6} {'read':>6} {'roof':>6} {'/ read':>6} {'/ roof':>6} "
-        f"{'tokens/s':>9} {'x torch':>7}"
+        f"{'isa':<8} {'us':>8} {'GB/s':>6} {'read':>6} {'roof':>6} {'both':>6} {'/ read':>6} "
+        f"{'/ roof':>6} {'/ both':>6} {'tokens/s':>9} {'x torch':>7}"
     )
     for row in rows:
         case = row.case
@@ -78,8 +81,11 @@ def print_rows(rows: list[Row]) -> None:
             f"{case.dtype:<5} {case.batch:>5} {case.length:>6} {case.group:>5} {case.kv_heads:>3} "
             f"{case.head_dim:>4} {case.threads:>3} {case.isa:<8} {row.seconds * 1e6:>8.0f} "
             f"{row.bytes_per_s / 1e9:>6.2f} {row.read_bytes_per_s / 1e9:>6.2f} "
-            f"{row.roofline / 1e9:>6.2f} {row.bytes_per_s / row.read_bytes_per_s:>6.2f} "
-            f"{row.bytes_per_s / row.roofline:>6.2f} {case.batch / row.seconds:>9.0f} {beside}"
+            f"{row.roofline / 1e9:>6.2f} {row.both_bytes_per_s / 1e9:>6.2f} "
+            f"{row.bytes_per_s / row.read_bytes_per_s:>6.2f} "
+            f"{row.bytes_per_s / row.roofline:>6.2f} "
+            f"{row.bytes_per_s / row.both_bytes_per_s:>6.2f} "
+            f"{case.batch / row.seconds:>9.0f} {beside}"
         )
     print(LEGEND)
     print(

@@ -38,8 +38,8 @@ def test_bytes_and_arithmetic_of_a_case() -> None:
 
 
 def test_the_roof_is_the_lower_of_memory_and_arithmetic() -> None:
-    fast = Row(case(), 1e-3, 1e9, 1e12, None)
-    slow = Row(case(), 1e-3, 1e9, 1e9, None)
+    fast = Row(case(), 1e-3, 1e9, 1e12, 8e8, None)
+    slow = Row(case(), 1e-3, 1e9, 1e9, 8e8, None)
     assert fast.roofline == 1e9
     assert slow.roofline == 1e9 * 0.5
     assert fast.bytes_per_s == case().layer_bytes * 1e3
@@ -69,6 +69,7 @@ def test_the_command_prints_a_row_per_case_and_writes_json(
     rows = json.loads(out.read_text())["rows"]
     assert [row["case"]["group"] for row in rows] == [1, 1, 3, 3]
     assert all(row["seconds"] > 0 and row["roofline"] > 0 for row in rows)
+    assert all(row["both_bytes_per_s"] > 0 for row in rows)
     assert [row["torch_seconds"] is not None for row in rows] == [True, False, True, False]
 
 
