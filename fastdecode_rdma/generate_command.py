@@ -6,21 +6,22 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode_rdma.batch.files import STANDARD, LineSource, LineWriter, check_output
-from fastdecode_rdma.command_line import (
-    messages_on_stderr,
-    split_workers,
-    unwinding_on_signals,
-)
+from fastdecode_rdma.batch.files import LineSource, RawLine
+from fastdecode_rdma.command_line import messages_on_stderr, unwinding_on_signals
 from fastdecode_rdma.errors import ConfigError, FastDecodeError
 from fastdecode_rdma.sequence import SamplingParams
 
 if TYPE_CHECKING:
+    from fastdecode_rdma.batch.intake import FormatFor
+    from fastdecode_rdma.batch.job import Job
+    from fastdecode_rdma.batch.records import LineFormat
     from fastdecode_rdma.generator import Generator
+    from fastdecode_rdma.tokenizer import Tokenizer
 
 SAMPLING_OPTIONS: dict[str, tuple[type, str, str]] = {
     "max_tokens": (int, "N", "new tokens at most (default: as many as fit)"),
@@ -44,23 +45,30 @@ input, one JSON object a line (- is standard input):
   over the options here, and these over the model's generation_config.json; a sampling parameter
   outside of them is an error. With messages: tools, documents, chat_template_kwargs,
   chat_template, add_generation_prompt, continue_final_message. Other keys are carried to the
-  output. Lines of a pipe are answered while it is open, long requests hold up no short ones.
+  output. A line without a seed has one made of --seed and its id. Lines of a pipe are answered
+  while it is open, long requests hold up no short ones.
+  A file whose first line has "custom_id" is one of OpenAI's batch files: /v1/completions and
+  /v1/chat/completions, answered as OpenAI and `vllm run-batch` do.
 
-output, one JSON object a line, in the order in which requests finish:
+output, one JSON object a line, in the order in which requests finish (or --ordered):
   {"id": …, "line": N, "text": …, "finish_reason": "stop" or "length", "stop_reason": …,
    "usage": {"prompt_tokens": N, "completion_tokens": N}, …}     logprobs, token_ids when asked for
   {"id": …, "line": N, "error": {"type": …, "message": …}, …}    a request that failed
   With n > 1 in sampling_params: "outputs": [{"index": 0, "text": …, …}, …].
-  Lines are complete and in the file as soon as they are written, also after Ctrl-C or SIGTERM. An
-  output file that holds something is not touched without --overwrite.
+  Lines are complete and in the file as soon as they are written. An output file that holds
+  something is not touched without --overwrite or --resume. --resume goes on after any end (Ctrl-C,
+  kill -9, a full disk): every line of the input is then in the output once. FILE.job, beside it,
+  says which input, model and parameters began it; with others --resume refuses.
 
-exit status: 0 all requests succeeded, 1 some failed or were not run, 2 bad usage, 130 interrupted,
-143 ended by SIGTERM
+exit status: 0 all requests succeeded, 1 stopped before the end (see the message; --resume goes on),
+2 bad usage, 3 finished, and some requests failed, 130 interrupted, 143 ended by SIGTERM
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
+    from fastdecode_rdma.batch.command import add_engine_arguments, add_file_arguments
+
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("--model", required=True, metavar="DIR", help="a model directory")
@@ -68,13 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--prompt", nargs="+", action="extend", metavar="TEXT", help="prompts; answers are printed"
     )
-    what.add_argument("--input", metavar="FILE", help="a file of requests, or - (see below)")
-    parser.add_argument(
-        "--output", metavar="FILE", help="where results go (default: -, standard output)"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an output file that holds something"
-    )
+    what.add_argument("--input", "-i", metavar="FILE", help="a file of requests, or - (see below)")
+    add_file_arguments(parser)
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -86,27 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", nargs="+", action="extend", metavar="TEXT", help="texts that end an answer"
     )
     parser.add_argument("--token-ids", action="store_true", help="add token_ids to results")
-    _add_engine_arguments(parser)
-
-
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers",
-        metavar="A,B",
-        help="attention workers, HOST[:PORT], comma-separated (default: one in this process)",
-    )
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="the workers' token (default: FASTDECODE_TOKEN_FILE)"
-    )
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of one sequence")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences run at once")
-    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="auto, fp32, fp16, bf16, …")
-    parser.add_argument(
-        "--quantization", metavar="NAME", help="int8: weights rounded as they are loaded"
-    )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same bits in any batch, on any workers"
-    )
+    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fastdecode_rdma.batch.records import override
+    from fastdecode_rdma.batch.command import Work, engine_options, run_file
+    from fastdecode_rdma.batch.records import PromptLines, override
+    from fastdecode_rdma.batch.runner import BatchRun
     from fastdecode_rdma.engine.options import resolve_model_dir
     from fastdecode_rdma.engine.sampling_defaults import SamplingDefaults
     from fastdecode_rdma.generator import Generator
@@ -125,18 +110,46 @@ def _run(args: argparse.Namespace) -> int:
     directory = resolve_model_dir(args.model)
     defaults = SamplingDefaults(directory).params()
     params = override(defaults, given)
-    _say_defaults(defaults, given)
-    to_file = args.input is not None or args.output is not None
-    source = None if args.input is None else LineSource(args.input)
-    output = args.output or STANDARD
-    if to_file:
-        check_output(output, source, overwrite=args.overwrite)
-    elif args.token_ids or args.logprobs is not None or args.overwrite:
-        raise ConfigError("--token-ids, --logprobs and --overwrite need --output")
-    with Generator.from_pretrained(directory, **_engine_options(args)) as generator:
-        if not to_file:
+    load = partial(Generator.from_pretrained, directory, **engine_options(args))
+    if args.input is None and args.output is None:
+        _refuse_without_output(args)
+        _say_defaults(defaults, given)
+        with load() as generator:
             return _print_answers(generator, args.prompt, params, is_chat=args.chat)
-        return _run_file(generator, args, source, params, output)
+    params = replace(params, seed=None)  # each line has one of its own
+    source = PromptLines(args.prompt) if args.input is None else LineSource(args.input)
+    facts = {name: value for name, value in given.items() if name != "seed"}
+    facts |= {"chat": args.chat, "token_ids": args.token_ids}
+    work = Work(
+        "generate", directory, facts, args.seed, load, partial(_formats, args, params), BatchRun
+    )
+    _say_defaults(defaults, given)
+    return run_file(args, source, work)
+
+
+def _refuse_without_output(args: argparse.Namespace) -> None:
+    asked = args.token_ids or args.logprobs is not None or args.overwrite
+    if asked or args.resume or args.ordered or args.limit or args.dry_run:
+        raise ConfigError(
+            "--token-ids, --logprobs and what concerns files (--overwrite, --resume, --ordered, "
+            "--limit, --dry-run) need --output"
+        )
+
+
+def _formats(
+    args: argparse.Namespace, params: SamplingParams, job: Job, tokenizer: Tokenizer | None
+) -> FormatFor:
+    """Returns what chooses the kind of lines by the first of them."""
+    from fastdecode_rdma.batch.openai_lines import OpenAILines, is_openai
+    from fastdecode_rdma.batch.records import OwnLines
+
+    def choose(first: RawLine) -> LineFormat:
+        if args.input is not None and is_openai(first):
+            name = Path(args.model).name
+            return OpenAILines(params, job.seed, job.digest, job.created, name, tokenizer)
+        return OwnLines(params, job.seed, is_chat=args.chat, with_token_ids=args.token_ids)
+
+    return choose
 
 
 def _say_defaults(defaults: SamplingParams, given: Mapping[str, Any]) -> None:
@@ -151,26 +164,6 @@ def _say_defaults(defaults: SamplingParams, given: Mapping[str, Any]) -> None:
     if own:
         values = ", ".join(f"{name}={value!r}" for name, value in own.items())
         _say(f"by the model's generation_config.json: {values}")
-
-
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    workers = None
-    if args.workers is not None:
-        workers = split_workers(args.workers)
-    elif args.token_file is not None:
-        raise ConfigError("--token-file is for --workers")
-    named = {
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": args.max_num_seqs,
-        "kv_cache_dtype": args.kv_cache_dtype,
-        "quantization": args.quantization,
-    }
-    return {
-        "workers": workers,
-        "token_file": args.token_file,
-        "deterministic": args.deterministic,
-        **{name: value for name, value in named.items() if value is not None},
-    }
 
 
 def _print_answers(
@@ -190,43 +183,6 @@ def _print_answers(
     elapsed_s = max(time.monotonic() - started, 1e-9)
     _say(f"{num_tokens} tokens in {elapsed_s:.1f} s, {num_tokens / elapsed_s:.1f} tokens/s")
     return 0
-
-
-def _run_file(
-    generator: Generator,
-    args: argparse.Namespace,
-    source: LineSource | None,
-    params: SamplingParams,
-    output: str,
-) -> int:
-    from fastdecode_rdma.batch.records import PromptLines
-    from fastdecode_rdma.batch.runner import BatchRun
-
-    with ExitStack() as stack:
-        writer = LineWriter(output, overwrite=args.overwrite)
-        stack.callback(writer.close)
-        batch = BatchRun(
-            generator,
-            source if source is not None else PromptLines(args.prompt),
-            writer,
-            params,
-            is_chat=args.chat,
-            with_token_ids=args.token_ids,
-        )
-        try:
-            batch.run()
-        except BrokenPipeError:
-            raise
-        except (KeyboardInterrupt, SystemExit):  # the latter by a signal
-            _say(f"interrupted: {batch.counts.summary()}; all are in {writer.name}")
-            raise
-        except (OSError, FastDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            print(f"fastdecode: error: {reason}", file=sys.stderr)
-            _say(f"stopped: {batch.counts.summary()}; all are in {writer.name}")
-            return 1
-    _say(batch.counts.summary())
-    return 1 if batch.counts.failed else 0
 
 
 def _say(line: str) -> None:

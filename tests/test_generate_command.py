@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fastdecode_rdma import Generator, SamplingParams
-from fastdecode_rdma.batch import runner
+from fastdecode_rdma.batch.files import LineWriter
 from fastdecode_rdma.cli import main
 from fastdecode_rdma.tokenizer import Tokenizer
 
@@ -83,7 +83,7 @@ def test_every_line_is_answered_or_says_why_not(model, answers, tmp_path, capfd)
     )
     out = tmp_path / "out.jsonl"
     options = ["--input", str(source), "--output", str(out), *GREEDY, "--token-ids"]
-    assert main(["generate", "--model", str(model), *options]) == 1
+    assert main(["generate", "--model", str(model), *options]) == 3
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "12 requests (7 failed), " in captured.err and "tokens/s" in captured.err
@@ -165,18 +165,18 @@ def test_lines_are_read_as_the_batch_has_room(model, tmp_path, monkeypatch):
     source = write_lines(tmp_path / "in", *({"prompt": f"p{i}"} for i in range(60)))
     submitted: list[Any] = []
     written: list[int] = []
-    submit, result_line = Generator.submit, runner.result_line
+    submit, write = Generator.submit, LineWriter.write
 
     def counting(generator: Generator, *args: Any) -> Any:
         submitted.append(args)
         return submit(generator, *args)
 
-    def noting(*args: Any, **options: Any) -> bytes:
+    def noting(*args: Any) -> None:
         written.append(len(submitted))
-        return result_line(*args, **options)
+        write(*args)
 
     monkeypatch.setattr(Generator, "submit", counting)
-    monkeypatch.setattr(runner, "result_line", noting)
+    monkeypatch.setattr(LineWriter, "write", noting)
     options = ["--input", str(source), "--output", str(tmp_path / "out"), "--max-num-seqs", "4"]
     assert main(["generate", "--model", str(model), *GREEDY, *options]) == 0
     assert written[0] <= 8 and len(written) == 60 and len(submitted) == 60
@@ -197,7 +197,7 @@ def test_only_ids_that_are_given_must_differ(model, tmp_path):
     source = write_lines(tmp_path / "in", *lines, {"id": 4, "prompt": "e"}, {"id": 4, "prompt": ""})
     out = tmp_path / "out"
     options = ["--input", str(source), "--output", str(out), *GREEDY]
-    assert main(["generate", "--model", str(model), *options]) == 1
+    assert main(["generate", "--model", str(model), *options]) == 3
     values = [json.loads(line) for line in out.read_text().splitlines()]
     assert {(each["line"], each["id"], "error" in each) for each in values} == {
         (1, 2, False), (2, 2, False), (3, "2", False), (4, 4, False), (5, 4, False), (6, 4, True),
@@ -222,7 +222,7 @@ def test_a_failure_while_it_runs_has_the_lines_number_alone(model, tmp_path):
     lines = [{"prompt": "x"}, {"id": "none", "prompt": "x", "sampling_params": params}]
     source = write_lines(tmp_path / "in", *lines)
     options = ["--input", str(source), "--output", str(tmp_path / "out"), *GREEDY]
-    assert main(["generate", "--model", str(model), *options]) == 1
+    assert main(["generate", "--model", str(model), *options]) == 3
     error = read_lines(tmp_path / "out")["none"]["error"]
     assert error["type"] == "SamplingError"
     assert error["message"].startswith("output token 1: ")
@@ -277,7 +277,7 @@ def test_prompts_as_lines(model, answers, capfd):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "one of the arguments --prompt --input is required"),
+        ([], "one of the arguments --prompt --input/-i is required"),
         (["--prompt", "x", "--input", "y"], "not allowed with"),
         (["--input", "/nowhere/in"], "cannot read /nowhere/in: No such file"),
         (["--input", "/"], "it is a directory"),
@@ -482,6 +482,6 @@ def test_the_help_describes_the_formats(capfd):
     assert caught.value.code == 0
     text = capfd.readouterr().out
     for words in ('"messages"', '"sampling_params"', '"usage"', "in the order in which requests",
-                  "exit status: 0", "--overwrite", "--token-file"):  # fmt: skip
+                  "exit status: 0", "--overwrite", "--resume", "--token-file"):  # fmt: skip
         assert words in text
     assert os.linesep + os.linesep in text

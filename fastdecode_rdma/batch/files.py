@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import queue
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,8 +35,9 @@ class RawLine:
     data: bytes | None
 
 
-def read_lines(fd: int) -> Iterator[RawLine]:
+def read_lines(fd: int, max_line_bytes: int | None = None) -> Iterator[RawLine]:
     """Yields the lines that are not blank. LF and CRLF end one, a BOM at the start is left out."""
+    max_line_bytes = MAX_LINE_BYTES if max_line_bytes is None else max_line_bytes
     kept, nbytes = [], 0  # pieces of the line that is not ended yet, and its length
     number = 1
     while True:
@@ -41,14 +45,14 @@ def read_lines(fd: int) -> Iterator[RawLine]:
         pieces = chunk.split(b"\n")
         for place, piece in enumerate(pieces):
             nbytes += len(piece)
-            if nbytes <= MAX_LINE_BYTES:
+            if nbytes <= max_line_bytes:
                 kept.append(piece)
             else:
                 kept.clear()
             if place == len(pieces) - 1 and chunk:
                 continue  # the line goes on
             line = b"".join(kept).removeprefix(_BOM if number == 1 else b"").strip(b" \t\r")
-            if nbytes > MAX_LINE_BYTES:
+            if nbytes > max_line_bytes:
                 yield RawLine(number, None)
             elif line:
                 yield RawLine(number, line)
@@ -61,8 +65,9 @@ class LineSource:
     """Where the lines come from: `-` or a path. A pipe is read by a thread of its own, so that
     results need not wait for whoever writes into it.
 
-    name: how messages call it. ended: whether `next_line` has come to the end. on_news: called by
-    the thread when a pipe has something new for `next_line`.
+    name: how messages call it. path: of a file that can be read again, else None. ended: whether
+    `next_line` has come to the end. on_news: called by the thread when a pipe has something new for
+    `next_line`.
     """
 
     def __init__(self, path: str) -> None:
@@ -81,11 +86,13 @@ class LineSource:
         if stat.S_ISDIR(self.status.st_mode):
             os.close(self._fd)
             raise ConfigError(f"cannot read {self.name}: it is a directory")
+        is_file = stat.S_ISREG(self.status.st_mode)
+        self.path = path if is_file and path != STANDARD else None
         self.ended = False
         self.on_news: Callable[[], object] = _nobody
         self._lines: Iterator[RawLine] | None = None
         self._queue: queue.Queue[RawLine | OSError | None] = queue.Queue(_MAX_QUEUED_LINES)
-        if stat.S_ISREG(self.status.st_mode):
+        if is_file:
             self._lines = read_lines(self._fd)
         else:
             threading.Thread(target=self._fill, name="fastdecode input", daemon=True).start()
@@ -132,7 +139,9 @@ def _nobody() -> None:
     """Nobody waits for news yet."""
 
 
-def check_output(path: str, source: LineSource | None, *, overwrite: bool) -> None:
+def check_output(
+    path: str, source: LineSource | None, *, overwrite: bool, resume: bool = False
+) -> None:
     """Refuses an output that would destroy something, before any time is spent on it.
 
     Raises:
@@ -158,31 +167,53 @@ def check_output(path: str, source: LineSource | None, *, overwrite: bool) -> No
         return
     if source is not None and os.path.samestat(status, source.status):
         raise ConfigError(f"input and output are the same file ({source.name}); name another")
-    if path != STANDARD and status.st_size and not overwrite:
-        raise ConfigError(f"{path} is there already and not empty; name another, or --overwrite it")
+    if path != STANDARD and status.st_size and not overwrite and not resume:
+        raise ConfigError(
+            f"{path} is there already and not empty; name another, --resume the job that began it, "
+            "or --overwrite it"
+        )
 
 
 class LineWriter:
-    """Writes whole lines, each at once: what was written is complete whatever happens next."""
+    """Writes whole lines, each at once: what was written is complete whatever happens next. A file
+    is locked: two jobs do not write into one."""
 
-    def __init__(self, path: str, *, overwrite: bool) -> None:
-        """Opens the output; with `overwrite` it is emptied.
+    def __init__(self, path: str, *, overwrite: bool, resume: bool = False) -> None:
+        """Opens the output; with `overwrite` it is emptied, with `resume` lines are added.
 
         Raises:
             ConfigError: it cannot be written, or holds something already.
         """
         self.name = "standard output" if path == STANDARD else path
         self.is_terminal = path == STANDARD and os.isatty(1)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if overwrite else 0)
+        mode = os.O_RDWR if resume else os.O_WRONLY
         try:
+            flags = mode | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.dup(1) if path == STANDARD else os.open(path, flags, 0o666)
             status = os.fstat(self._fd)
+            self._is_file = stat.S_ISREG(status.st_mode)
+            if self._is_file:
+                _lock(self._fd, self.name)
         except OSError as error:
             raise ConfigError(f"cannot write {self.name}: {error.strerror}") from error
-        self._is_file = stat.S_ISREG(status.st_mode)
-        if path != STANDARD and self._is_file and status.st_size and not overwrite:
+        if path == STANDARD or not self._is_file:
+            return
+        if overwrite:
+            os.ftruncate(self._fd, 0)
+        elif status.st_size and not resume:
             os.close(self._fd)
             raise ConfigError(f"{path} is there already and not empty; name another")
+
+    def written_lines(self) -> Iterator[RawLine]:
+        """Yields the lines of a file that is resumed. A last one that was never ended is cut off
+        first: it was torn.
+        """
+        size = os.fstat(self._fd).st_size
+        end = _end_of_last_line(self._fd, size)
+        if end < size:
+            os.ftruncate(self._fd, end)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        yield from read_lines(self._fd, sys.maxsize)
 
     def write(self, line: bytes) -> None:
         """Writes one line; on any failure, Ctrl-C included, no part of it stays in a file.
@@ -213,3 +244,24 @@ class LineWriter:
             OSError: the file system reports only now that something was not written.
         """
         os.close(self._fd)
+
+
+def _lock(fd: int, name: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConfigError(f"another process is writing {name}; wait for it or end it") from None
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # file systems without locks
+            raise
+
+
+def _end_of_last_line(fd: int, nbytes: int) -> int:
+    """Returns the place after the last line end within the first `nbytes` of a file."""
+    while nbytes:
+        start = max(0, nbytes - _CHUNK_BYTES)
+        place = os.pread(fd, nbytes - start, start).rfind(b"\n")
+        if place >= 0:
+            return start + place + 1
+        nbytes = start
+    return 0

@@ -14,21 +14,23 @@ with its "index". null is as good as absent.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
-from fastdecode_rdma.batch.files import MAX_LINE_BYTES, RawLine
+from fastdecode_rdma.batch.files import RawLine
+from fastdecode_rdma.batch.json_lines import dump_line, finite_logprob, load_line, shown
 from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.param_checks import HINTS
-from fastdecode_rdma.sequence import CompletionOutput, Logprob, SamplingParams
+from fastdecode_rdma.sequence import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 CHAT_KEYS = tuple(each.name for each in dataclasses.fields(Chat) if each.name != "messages")
 INPUT_KEYS = ("id", "prompt", "messages", *CHAT_KEYS, "sampling_params")
+SCORED_KEYS = ("text", "context", "continuation")
 OUTPUT_KEYS = (
     "id",
     "line",
@@ -42,12 +44,6 @@ OUTPUT_KEYS = (
     "prompt_logprobs",
     "error",
 )
-MAX_DEPTH = 200
-"""Levels of a carried value: what can be read can then be written, too."""
-
-LOWEST_LOGPROB = -9999.0
-"""JSON has no -inf; vLLM's server writes this number, too."""
-
 _PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 _SYNONYMS = {name: hint for name, hint in HINTS.items() if hint.startswith("use ")}
 _INDEX = re.compile(r"^(?:prompt|request) \d+[:,] ")
@@ -57,19 +53,41 @@ LineId = str | int
 
 @dataclass(slots=True)
 class Record:
-    """One line of the input. `carried` are the keys that are the user's own."""
+    """One line of the input. `carried` are the keys that are the user's own; `body` is what its
+    kind of line needs to write the answer."""
 
     number: int
-    id: LineId
+    id: LineId | None
     has_own_id: bool = False
     carried: dict[str, Any] = field(default_factory=dict)
-    prompt: str | list[Any] | Chat | None = None
+    prompts: list[str | list[Any] | Chat] = field(default_factory=list)
     params: SamplingParams | None = None
+    body: Any = None
     error: Exception | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it has run."""
+        return 0 if self.params is None else len(self.prompts) * self.params.n
+
+
+class LineFormat(Protocol):
+    """A kind of lines: what they say, and what is written for them."""
+
+    def parse(self, line: RawLine) -> Record:
+        """Returns the record of a line; what is wrong with it is its `error`."""
+
+    def result(self, record: Record, results: Sequence[RequestOutput]) -> bytes:
+        """Returns the line of a record whose prompts were answered."""
+
+    def failure(self, record: Record, error: Exception) -> bytes:
+        """Returns the line of a record that failed."""
 
 
 class PromptLines:
     """Prompts of the command line as lines of a file."""
+
+    name = "the command line"
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.ended = False
@@ -88,17 +106,70 @@ class PromptLines:
         return line
 
 
-def parse(line: RawLine, defaults: SamplingParams) -> Record:
-    """Returns the record of a line; what is wrong with it is its `error`.
+@dataclass(frozen=True)
+class OwnLines:
+    """Our own lines of `fastdecode generate`.
 
-    `defaults` hold where the line's sampling_params say nothing.
+    defaults: what holds where a line's sampling_params say nothing. seed: makes the seeds of lines
+    that give none. is_chat: text prompts go through the chat template as a user's message.
     """
-    record = Record(line.number, line.number)
-    try:
-        _fill(record, _load(line), defaults)
-    except ConfigError as error:
-        record.error = error
-    return record
+
+    defaults: SamplingParams
+    seed: int
+    is_chat: bool = False
+    with_token_ids: bool = False
+
+    def parse(self, line: RawLine) -> Record:
+        """Returns the record of a line; what is wrong with it is its `error`."""
+        record = Record(line.number, line.number)
+        try:
+            _fill(record, load_line(line), self.defaults)
+            assert record.params is not None
+            record.params = seeded(record.params, self.seed, record)
+            if self.is_chat:
+                record.prompts = [as_chat(prompt) for prompt in record.prompts]
+        except ConfigError as error:
+            record.error = error
+        return record
+
+    def result(self, record: Record, results: Sequence[RequestOutput]) -> bytes:
+        """Returns the line of an answered record."""
+        (result,) = results
+        return result_line(
+            record,
+            result.outputs,
+            num_prompt_tokens=len(result.prompt_token_ids),
+            prompt_logprobs=result.prompt_logprobs,
+            with_token_ids=self.with_token_ids,
+        )
+
+    def failure(self, record: Record, error: Exception) -> bytes:
+        """Returns the line of a record that failed."""
+        return failure_line(record, error)
+
+
+def seeded(params: SamplingParams, seed: int, record: Record) -> SamplingParams:
+    """Returns `params` with a seed made of the job's and the line's id if they have none: the same
+    whatever came before, so that a resumed job draws what it would have drawn."""
+    if params.seed is not None:
+        return params
+    own = [record.id] if record.has_own_id else [None, record.number]
+    name = json.dumps([seed, *own])
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return dataclasses.replace(params, seed=int.from_bytes(digest, "little"))
+
+
+def as_chat(prompt: str | list[Any] | Chat) -> Chat:
+    """Returns a text prompt as a user's message.
+
+    Raises:
+        ConfigError: it holds token ids.
+    """
+    if isinstance(prompt, Chat):
+        return prompt
+    if isinstance(prompt, list):
+        raise ConfigError("prompt holds token ids, which have no chat template (--chat)")
+    return Chat([{"role": "user", "content": prompt}])
 
 
 def _fill(record: Record, values: dict[str, Any], defaults: SamplingParams) -> None:
@@ -108,17 +179,26 @@ def _fill(record: Record, values: dict[str, Any], defaults: SamplingParams) -> N
         for key, value in values.items()
         if key not in INPUT_KEYS and key not in OUTPUT_KEYS and key not in _PARAMS
     }
-    given = values.get("id")
-    if given is not None:
-        if not isinstance(given, (str, int)) or isinstance(given, bool):
-            raise ConfigError(f"id must be text or an integer, got {_shown(given)}")
-        record.id, record.has_own_id = given, True
+    take_id(record, values)
     _refuse_parameters(values)
+    record.prompts = [_prompt_of(values)]
     taken = [key for key in values if key in OUTPUT_KEYS and key not in INPUT_KEYS]
     if taken:
         raise ConfigError(f"{taken[0]!r} is a key of the output; rename it in the input")
-    record.prompt = _prompt_of(values)
     record.params = override(defaults, values.get("sampling_params"))
+
+
+def take_id(record: Record, values: Mapping[str, Any]) -> None:
+    """Takes the line's id if it has one.
+
+    Raises:
+        ConfigError: it is neither text nor an integer.
+    """
+    given = values.get("id")
+    if given is not None:
+        if not isinstance(given, (str, int)) or isinstance(given, bool):
+            raise ConfigError(f"id must be text or an integer, got {shown(given)}")
+        record.id, record.has_own_id = given, True
 
 
 def _refuse_parameters(values: dict[str, Any]) -> None:
@@ -134,6 +214,9 @@ def _refuse_parameters(values: dict[str, Any]) -> None:
 
 def _prompt_of(values: dict[str, Any]) -> str | list[Any] | Chat:
     prompt, messages = values.get("prompt"), values.get("messages")
+    scored = next((key for key in SCORED_KEYS if values.get(key) is not None), None)
+    if scored is not None and prompt is None and messages is None:
+        raise ConfigError(f"{scored!r} is for `fastdecode score`; give 'prompt' or 'messages' here")
     if (prompt is None) == (messages is None):
         both = "both are given" if prompt is not None else "neither is given"
         raise ConfigError(f"one of 'prompt' and 'messages' is needed; {both}{_near(values)}")
@@ -143,7 +226,7 @@ def _prompt_of(values: dict[str, Any]) -> str | list[Any] | Chat:
     if chat:
         raise ConfigError(f"{next(iter(chat))!r} goes with 'messages', not with 'prompt'")
     if not isinstance(prompt, (str, list)):
-        raise ConfigError(f"prompt must be text or token ids, got {_shown(prompt)}")
+        raise ConfigError(f"prompt must be text or token ids, got {shown(prompt)}")
     if isinstance(prompt, list) and any(isinstance(each, dict) for each in prompt):
         raise ConfigError("prompt holds chat messages; give them as 'messages'")
     return prompt
@@ -158,91 +241,29 @@ def override(defaults: SamplingParams, values: Mapping[str, Any] | None) -> Samp
     if values is None:
         return defaults
     if not isinstance(values, Mapping):
-        raise ConfigError(f"sampling_params must be an object, got {_shown(values)}")
+        raise ConfigError(f"sampling_params must be an object, got {shown(values)}")
     SamplingParams.from_dict(values)  # names and values by themselves
     given = {name: value for name, value in values.items() if value is not None}
     return dataclasses.replace(defaults, **given)
 
 
 def _near(values: dict[str, Any]) -> str:
-    known = {"text": "prompt", "content": "prompt", "input": "prompt", "message": "messages"}
+    known = {"content": "prompt", "input": "prompt", "message": "messages"}
     return next((f" (did you mean {known[k]!r} by {k!r}?)" for k in values if k in known), "")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# -- JSON, strictly
-
-
-def _load(line: RawLine) -> dict[str, Any]:
-    if line.data is None:
-        raise ConfigError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
-    try:
-        text = line.data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the line is not UTF-8: byte {error.start + 1} is wrong") from None
-    try:
-        values = json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            object_pairs_hook=_unique_keys,
-        )
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the line is no JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ConfigError("the line is no JSON that can be read: it nests too deep") from None
-    except ConfigError:
-        raise
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise ConfigError(f"the line is no JSON that can be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"a line must hold a JSON object, got {type(values).__name__}")
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(values):
-        raise ConfigError(f"the line nests deeper than {MAX_DEPTH} levels")
-    return values
-
-
-def _is_deep(values: Any) -> bool:
-    level = [values]
-    for _ in range(MAX_DEPTH):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [item for each in inner for item in each if isinstance(item, (dict, list))]
-    return bool(level)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ConfigError(f"the line is no JSON: {name} is no number there")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ConfigError(f"the line holds a number that is too large: {digits[:40]}")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"the line has the key {twice!r} twice")
-    return values
 
 
 # -- results
 
 
 def failure_line(record: Record, error: Exception) -> bytes:
-    """Returns the output line of a record that failed. Its place is the line's number; the one that
-    the error may begin with is the generator's own count."""
-    message = _INDEX.sub("", str(error))
-    said = {"type": type(error).__name__, "message": message}
-    return _dump({"id": record.id, "line": record.number, "error": said, **record.carried})
+    """Returns the output line of a record that failed."""
+    said = {"type": type(error).__name__, "message": message_of(error)}
+    return dump_line({"id": record.id, "line": record.number, "error": said, **record.carried})
+
+
+def message_of(error: Exception) -> str:
+    """Returns an error's words without the number that the generator counted the request by."""
+    return _INDEX.sub("", str(error))
 
 
 def result_line(
@@ -269,7 +290,7 @@ def result_line(
             None if entry is None else _position(next(iter(entry)), entry)
             for entry in prompt_logprobs
         ]
-    return _dump({**values, **record.carried})
+    return dump_line({**values, **record.carried})
 
 
 def _sample(output: CompletionOutput, *, with_token_ids: bool) -> dict[str, Any]:
@@ -300,14 +321,6 @@ def _candidate(token_id: int, logprob: Logprob) -> dict[str, Any]:
     return {
         "token_id": token_id,
         "token": logprob.decoded_token,
-        "logprob": max(logprob.logprob, LOWEST_LOGPROB),
+        "logprob": finite_logprob(logprob.logprob),
         "rank": logprob.rank,
     }
-
-
-def _dump(values: dict[str, Any]) -> bytes:
-    """One line of JSON in UTF-8; lone surrogates, which UTF-8 has not, stay escaped."""
-    try:
-        return json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(values, allow_nan=False).encode() + b"\n"

@@ -8,7 +8,14 @@ import math
 import pytest
 
 from fastdecode_rdma.batch.files import RawLine
-from fastdecode_rdma.batch.records import CHAT_KEYS, failure_line, override, parse, result_line
+from fastdecode_rdma.batch.records import (
+    CHAT_KEYS,
+    OwnLines,
+    failure_line,
+    override,
+    result_line,
+    seeded,
+)
 from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.errors import CacheFullError, ConfigError, SamplingError
 from fastdecode_rdma.sequence import CompletionOutput, Logprob, SamplingParams
@@ -20,7 +27,8 @@ DEFAULTS = SamplingParams(temperature=0.5, max_tokens=7)
 def record_of(text: str | bytes | dict, number: int = 3):
     if isinstance(text, dict):
         text = json.dumps(text)
-    return parse(RawLine(number, text.encode() if isinstance(text, str) else text), DEFAULTS)
+    data = text.encode() if isinstance(text, str) else text
+    return OwnLines(DEFAULTS, seed=7).parse(RawLine(number, data))
 
 
 def test_a_full_line():
@@ -34,8 +42,9 @@ def test_a_full_line():
         }
     )
     assert record.error is None
-    assert (record.id, record.number, record.prompt) == ("a-1", 3, "Hallo, Wörld")
-    assert record.params == SamplingParams(temperature=0.5, max_tokens=2, stop=["x", "y"])
+    assert (record.id, record.number, record.prompts) == ("a-1", 3, ["Hallo, Wörld"])
+    expected = SamplingParams(temperature=0.5, max_tokens=2, stop=["x", "y"])
+    assert record.params == seeded(expected, 7, record)
     assert record.carried == {"label": {"deep": [1, 2.5, None]}, "": True}
 
 
@@ -53,7 +62,7 @@ def test_a_full_line():
 def test_absent_and_null_are_the_same(values, expected):
     record = record_of(values)
     assert record.error is None and record.id == expected
-    assert record.params == DEFAULTS
+    assert record.params == seeded(DEFAULTS, 7, record)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +85,9 @@ def test_absent_and_null_are_the_same(values, expected):
         ('{"prompt": "x", "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deep"),
         ('{"prompt": "x", "a": ' + "[" * 300 + "]" * 300 + "}", "nests deeper than 200"),
         ("{}", "one of 'prompt' and 'messages' is needed; neither"),
-        ({"text": "x"}, "'text' is a key of the output; rename"),
+        ({"text": "x"}, "'text' is for `fastdecode score`"),
+        ({"context": "x", "continuation": "y"}, "'context' is for `fastdecode score`"),
+        ({"prompt": "x", "text": "y"}, "'text' is a key of the output; rename"),
         ({"input": "x"}, "did you mean 'prompt' by 'input'"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "both are given"),
         ({"prompt": 3}, "prompt must be text or token ids, got 3"),
@@ -117,7 +128,7 @@ def test_a_wrong_line_says_what_is_wrong(line, words):
 
 
 def test_a_line_that_is_too_long():
-    record = parse(RawLine(5, None), DEFAULTS)
+    record = OwnLines(DEFAULTS, seed=7).parse(RawLine(5, None))
     assert "longer than 32 MiB" in str(record.error) and record.id == 5
 
 
@@ -145,10 +156,10 @@ def test_a_chat_is_all_that_the_library_knows_of_one():
     assert more.keys() == set(CHAT_KEYS)
     record = record_of({"messages": [USER], "label": 1, **more})
     assert record.error is None
-    assert record.prompt == Chat([USER], **more) and record.carried == {"label": 1}
+    assert record.prompts == [Chat([USER], **more)] and record.carried == {"label": 1}
     record = record_of({"messages": [USER], **dict.fromkeys(more), "max_tokens": None})
     assert record.error is None
-    assert record.prompt == Chat([USER]) and record.carried == {}
+    assert record.prompts == [Chat([USER])] and record.carried == {}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +176,19 @@ def test_an_error_names_no_number_but_the_lines(error, message):
     values = json.loads(failure_line(record_of({"id": "a", "prompt": "x"}), error))
     assert values["line"] == 3
     assert values["error"] == {"type": type(error).__name__, "message": message}
+
+
+def test_a_lines_seed_is_made_of_the_jobs_and_its_id():
+    def seed_of(values: dict, *, number: int = 3, job: int = 7) -> int | None:
+        line = RawLine(number, json.dumps({"prompt": "x", **values}).encode())
+        return OwnLines(DEFAULTS, seed=job).parse(line).params.seed
+
+    by_id = seed_of({"id": "a"})
+    assert by_id == seed_of({"id": "a"}, number=9)  # wherever the line is
+    others = [seed_of({"id": "b"}), seed_of({"id": "a"}, job=8), seed_of({}), seed_of({"id": 3})]
+    others += [seed_of({"id": "3"}), seed_of({}, number=4)]
+    assert len({by_id, *others}) == 7
+    assert seed_of({"sampling_params": {"seed": 5}}) == 5
 
 
 def test_override():
