@@ -303,15 +303,27 @@ class ServingModel:
     def prefill_s(self, num_tokens: float) -> float:
         """Returns how long one prompt takes: dense layers and attention within it, its K/V on the
         way to a worker meanwhile, and its first token."""
+        return self._prompts_s(num_tokens, self.dense.causal_s(num_tokens), 1)
+
+    def prefill_many_s(self, lengths: Sequence[float]) -> float:
+        """Returns how long several prompts take that go through each layer together."""
+        return self._prompts_s(sum(lengths), sum(map(self.dense.causal_s, lengths)), len(lengths))
+
+    def prefill_equal_s(self, num_tokens: float, count: int) -> float:
+        """The same for prompts of equal length."""
+        return self._prompts_s(num_tokens * count, self.dense.causal_s(num_tokens) * count, count)
+
+    def _prompts_s(self, num_tokens: float, causal_s: float, count: int) -> float:
         if num_tokens <= 0:
             return 0.0
-        compute = self.dense.block_s(num_tokens) + self.dense.causal_s(num_tokens)
+        compute = self.dense.block_s(num_tokens) + causal_s
         width = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.wire_bytes
         rate = self.network.upload_bytes_per_s or min(
             self.network.bytes_per_s, self.network.worker_bytes_per_s
         )
         layer = max(compute, num_tokens * width / rate)
-        return self.shape.num_layers * layer + self.dense.head_s(1) + self.network.round_trip_s
+        heads = self.dense.head_s(count)
+        return self.shape.num_layers * layer + heads + self.network.round_trip_s
 
     # memory
 

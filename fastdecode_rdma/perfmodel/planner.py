@@ -9,6 +9,8 @@ from fastdecode_rdma.perfmodel.model import Overlap, ServingModel
 
 BLOCK_TOKENS = 64
 """The KV-cache is given out in blocks of so many tokens: the last of a sequence is half empty."""
+PREFILL_TOKENS = 2048
+"""Prompt tokens that go through a layer together, as `max_num_batched_tokens` has it."""
 FLAT = 0.97
 """The smallest batch that reaches this share of the best throughput is taken: a larger one only
 adds latency."""
@@ -122,7 +124,7 @@ def evaluate(model: ServingModel, work: Workload, num_seqs: int) -> Point:
     cached = num_seqs * work.mean_cached
     layer = model.even_layer(num_seqs, cached)
     step_s = model.whole_step_s(layer, model.split(num_seqs))
-    prefill_s = model.prefill_s(work.prompt_len)
+    prefill_s = _prefill_s(model, work)
     # while a sequence generates all its tokens, every other is prefilled once on the dense side
     round_s = work.new_tokens * step_s + num_seqs * prefill_s
     return Point(
@@ -138,6 +140,12 @@ def evaluate(model: ServingModel, work: Workload, num_seqs: int) -> Point:
         tokens_per_s=num_seqs * work.new_tokens / round_s,
         sequence_s=round_s,
     )
+
+
+def _prefill_s(model: ServingModel, work: Workload) -> float:
+    """Seconds of one prompt among as many as go through the layers together."""
+    together = max(1, PREFILL_TOKENS // work.prompt_len)
+    return model.prefill_equal_s(work.prompt_len, together) / together
 
 
 def _batches(limit: int, num_workers: int = 1) -> list[int]:
@@ -247,7 +255,7 @@ def plan_gpu_alone(
     for batch in _batches(limit):
         layer_s = model.dense.block_s(batch) + batch * seen * token_bytes / bytes_per_s
         step_s = layers * layer_s + model.dense.head_s(batch)
-        round_s = work.new_tokens * step_s + batch * model.prefill_s(work.prompt_len)
+        round_s = work.new_tokens * step_s + batch * _prefill_s(model, work)
         if work.latency_limit_s is not None and round_s > work.latency_limit_s:
             break
         rate = batch * work.new_tokens / round_s

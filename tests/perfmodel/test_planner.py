@@ -57,7 +57,7 @@ def test_what_binds() -> None:
     work = Workload(1024)
     assert make_plan(model("a10 + 1x epyc-7452 @ 100gbe"), work).binds == "attention"
     assert make_plan(model("a10 + 64x epyc-9554 @ 400gbe"), work).binds == "dense"
-    far = make_plan(model("h200 + 512x epyc-9554 @ 25gbe"), work)
+    far = make_plan(model("h200 + 96x epyc-9554 @ 25gbe"), work)
     assert far.binds == "network"
     limited = make_plan(model(), Workload(1024, latency_limit_s=60))
     assert limited.binds == "latency limit" and limited.point.sequence_s <= 60
@@ -80,12 +80,12 @@ def test_more_helps_or_does_nothing() -> None:
     work = Workload(1024)
     rates = [
         make_plan(model(f"a10 + {count}x epyc-7452 @ 100gbe"), work).point.tokens_per_s
-        for count in (1, 2, 4, 8, 16)
+        for count in (1, 2, 8, 16)
     ]
     assert rates == sorted(rates)
     assert rates[1] / rates[0] == pytest.approx(2, rel=0.05)  # attention binds
     quantised = make_plan(model(kv_dtype="int8"), work).point.tokens_per_s
-    assert quantised > rates[3]
+    assert quantised > rates[2]
 
 
 def test_one_more_worker_is_what_that_hardware_would_do() -> None:
