@@ -23,6 +23,7 @@ _EXPORTS = {
     "CompletionOutput": ".sequence",
     "RequestOutput": ".sequence",
     "Logprob": ".sequence",
+    "Loglikelihood": ".scoring",
     "FastDecodeError": ".errors",
     "ConfigError": ".errors",
     "SamplingError": ".errors",

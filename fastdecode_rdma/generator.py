@@ -14,12 +14,15 @@ from fastdecode_rdma.engine.loop import EngineLoop
 from fastdecode_rdma.engine.options import GeneratorOptions, as_path, resolve_model_dir
 from fastdecode_rdma.engine.report import take_stats
 from fastdecode_rdma.engine.setup import EngineParts, build_engine
+from fastdecode_rdma.engine.trace import Recorder, Trace
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.handles import AsyncEventStream, RequestHandle
 from fastdecode_rdma.param_checks import is_integer
+from fastdecode_rdma.prompt_logprobs import PromptLogprobs
 from fastdecode_rdma.prompts import Prompt, PromptEncoder, is_single_prompt
 from fastdecode_rdma.requests import RequestFactory
 from fastdecode_rdma.results import ResultCollector
+from fastdecode_rdma.scoring import Loglikelihood, Scorer, Text
 from fastdecode_rdma.sequence import RequestOutput, SamplingParams
 from fastdecode_rdma.stats import GeneratorStats
 from fastdecode_rdma.stream import EventStream, MakeRequest, Submission
@@ -66,6 +69,7 @@ class Generator:
             max_num_seqs=parts.options.max_num_seqs,
             max_waiting=parts.options.max_waiting,
         )
+        self._scorer = Scorer(self._loop, parts, tokenizer, self._encoder)
         # A generator that is dropped without close() gives back its thread and its memory, too.
         self._close = weakref.finalize(self, _shut_down, self._loop, parts)
 
@@ -90,6 +94,7 @@ class Generator:
         chat_template: str | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         seed: int | None = None,
+        num_mini_batches: int | str = "auto",
         deterministic: bool = False,
         timeout_s: float = 30.0,
         **unknown: object,
@@ -117,6 +122,9 @@ class Generator:
         tokenizer: another directory with a tokenizer; chat_template: another template (Jinja text).
         eos_token_id: one or more ids that end a sequence, besides those of the model's files.
         seed: makes the seeds of unseeded requests reproducible.
+        num_mini_batches: parts of a decode step that are under way at once: with 2, workers attend
+            for one while the dense layers run for the other. "auto" compares 1 and 2 by measured
+            times every now and then and keeps the faster; `stats().mini_batch_reason` tells.
         deterministic: bit-identical results whatever the batch, the workers, preemption and losses.
         timeout_s: bound on every wait for a worker.
 
@@ -139,6 +147,7 @@ class Generator:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
+            num_mini_batches=num_mini_batches,
             deterministic=deterministic,
             timeout_s=timeout_s,
             eos_token_id=eos_token_id,
@@ -243,6 +252,72 @@ class Generator:
         """
         return AsyncEventStream(self._loop, self._single(prompt, params))
 
+    # -- scoring
+
+    def loglikelihood(
+        self,
+        pairs: Iterable[tuple[Text, Text]],
+        *,
+        prefix_token_id: int | None = None,
+        add_special_tokens: bool | None = None,
+        max_length: int | None = None,
+        on_error: str = "raise",
+        use_tqdm: bool = False,
+    ) -> list[Loglikelihood]:
+        """Returns how probable each continuation is after its context, in order, as the
+        lm-evaluation-harness defines it. No worker takes part; generation goes on meanwhile.
+
+        pairs: (context, continuation), both text or both token ids. Spaces at the end of a context
+            count as the continuation's. After an empty context comes the prefix token. What is too
+            long for the model is cut off at the left (`num_truncated`).
+        prefix_token_id: by default the tokenizer's BOS, or EOS where it has none.
+        add_special_tokens: whether text with a context gets the tokenizer's special tokens (BOS);
+            None is the tokenizer's habit.
+        max_length: tokens that the model sees at once; default `max_model_len`.
+        on_error: "raise", or "event": a pair that fails has its `error` set, as in `complete`.
+
+        Raises:
+            ConfigError: names every bad pair by its index; nothing was run.
+        """
+        return self._scorer.pairs(
+            pairs,
+            prefix_token_id=prefix_token_id,
+            add_special_tokens=add_special_tokens,
+            max_length=max_length,
+            on_error=on_error,
+            use_tqdm=use_tqdm,
+        )
+
+    def loglikelihood_rolling(
+        self,
+        texts: Iterable[Text],
+        *,
+        prefix_token_id: int | None = None,
+        max_length: int | None = None,
+        on_error: str = "raise",
+        use_tqdm: bool = False,
+    ) -> list[Loglikelihood]:
+        """Returns how probable each whole text is: every token is scored once, the first after the
+        prefix token, in windows of `max_length`. Arguments and errors: `loglikelihood`."""
+        return self._scorer.texts(
+            texts,
+            prefix_token_id=prefix_token_id,
+            max_length=max_length,
+            on_error=on_error,
+            use_tqdm=use_tqdm,
+        )
+
+    def prompt_logprobs(
+        self, prompts: Prompt | Iterable[Prompt], k: int = 0, *, use_tqdm: bool = False
+    ) -> list[PromptLogprobs]:
+        """Returns the log-probabilities of each prompt's tokens and, at each place, of the `k` most
+        probable ones (-1: all): what SamplingParams(prompt_logprobs=k) gives, without generating.
+
+        Raises:
+            ConfigError: names every bad prompt by its index; nothing was run.
+        """
+        return self._scorer.prompts(prompts, k, use_tqdm=use_tqdm)
+
     def _single(self, prompt: Prompt, params: SamplingParams | None) -> MakeRequest:
         self._loop.check()
         self._loop.check_room()  # refused before the work of tokenizing
@@ -297,6 +372,25 @@ class Generator:
             num_waiting=self._loop.num_waiting,
             elapsed_s=time.monotonic() - self._started,
         )
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Returns a trace to be taken of what the engine does inside a `with` block, or between its
+        `start()` and `stop()`: `with gen.trace("out.json"): gen.complete(...)`. The file is in the
+        Chrome trace format (`chrome://tracing`, https://ui.perfetto.dev): the engine's phases,
+        dense layers, exchange with workers, each mini-batch and each worker's kernel, by layer.
+        While it is taken, every layer costs some microseconds more.
+
+        Raises:
+            ConfigError: at the start: the file cannot be written, or another trace is under way.
+        """
+        runner, backend = self._parts.engine.runner, self._parts.backend
+
+        def attach(recorder: Recorder | None) -> None:
+            if recorder is not None and runner.recorder is not None:
+                raise ConfigError("a trace of this generator is under way already")
+            runner.recorder = recorder
+
+        return Trace(path, attach, lambda: [info.name for info in backend.infos()])
 
     def close(self) -> None:
         """Ends running requests, closes connections and frees memory. Idempotent and bounded."""

@@ -77,6 +77,13 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
     # -- what the engine does
 
     @property
+    def is_greedy(self) -> np.ndarray:
+        """Whether each token is the one that greedy decoding takes, bool [L], False where nothing
+        has been filled in; with `num_top` of at least 1."""
+        top = self._top[:, 0]
+        return (top["token"] == self.token_ids) & (top["rank"] == 1)
+
+    @property
     def is_finite(self) -> bool:
         """Whether all logits were numbers; whatever is left of them otherwise is worthless."""
         return not np.isnan(self.logprobs[1:]).any()
@@ -89,14 +96,26 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         Raises:
             MemoryError: there was none to sort some of a row's tokens.
         """
-        places = slice(start + 1, start + 1 + len(logits))
-        rows = np.zeros(len(logits), SCORE)
-        numbers = np.arange(len(logits), dtype=np.uint64)
-        rows["logits"] = logits.ctypes.data + numbers * np.uint64(logits.strides[0])
-        top = self._top[places]
-        rows["top"] = top.ctypes.data + numbers * np.uint64(top.strides[0])
+        rows = np.arange(len(logits))
+        self.fill_places_(rows + start + 1, logits, rows)
+
+    def fill_places_(
+        self,
+        places: np.ndarray,  # int64 [N], of tokens
+        logits: np.ndarray,  # fp32 [R, V], contiguous
+        chosen: np.ndarray,  # int64 [N], the row of logits that comes before each token
+    ) -> None:
+        """Takes the logits for some tokens; one row may serve several. Cost and errors: `fill_`."""
+        rows = np.zeros(len(places), SCORE)
+        rows["logits"] = _addresses(logits, chosen)
+        rows["top"] = _addresses(self._top, places)
         rows["token"] = self.token_ids[places]
         rows["num_top"] = self.num_top
         score(rows, logits.shape[1])
         self.logprobs[places] = rows["logprob"]
         self.ranks[places] = rows["rank"]
+
+
+def _addresses(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns where rows begin in memory."""
+    return array.ctypes.data + rows.astype(np.uint64) * np.uint64(array.strides[0])

@@ -22,8 +22,8 @@ from fastdecode_rdma.tokenizer_files import TokenizerFiles
 class Tokenizer:
     """A model's tokenizer.
 
-    `eos_token_ids` are the union of the tokenizer's, config.json's, generation_config.json's and
-    the argument's.
+    `eos_token_ids` are the union of the tokenizer's (`eos_token_id`), config.json's,
+    generation_config.json's and the argument's.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Tokenizer:
         self._bos = self._special_tokens.get("bos_token")
         self.bos_token_id = None if self._bos is None else backend.token_to_id(self._bos)
         eos = self._special_tokens.get("eos_token")
-        own = None if eos is None else backend.token_to_id(eos)
+        self.eos_token_id = own = None if eos is None else backend.token_to_id(eos)
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
         if isinstance(chat_template, str):
             chat_template = {"default": chat_template}

@@ -23,7 +23,7 @@ LAYERS = [
     {"reference", "ops", "tokenizer", "logit_rules", "logprobs", "sampling", "prompt_logprobs"},
     {"scheduler"},
     {"models"},
-    {"engine", "prompts", "stream", "results", "requests", "inbox", "handles"},
+    {"engine", "prompts", "stream", "results", "requests", "inbox", "handles", "scoring"},
     {"generator"},
     {"batch", "bench", "perfmodel", "terminal", "hub", "doctor", "generate_command", "cli"},
 ]

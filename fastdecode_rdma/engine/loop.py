@@ -38,6 +38,19 @@ class Listener(Protocol):
         """Hears that nothing more will come."""
 
 
+class SideTask(Protocol):
+    """Work on the dense side that no step knows of: done in parts, between steps."""
+
+    @property
+    def holds_memory(self) -> bool: ...
+
+    def advance(self, should_stop: Callable[[], bool]) -> bool:
+        """Does a part of it; False when it is over. Never raises."""
+
+    def stop(self, error: FastDecodeError) -> None:
+        """Gives up, with an error for who waits."""
+
+
 class EngineLoop:
     """Runs an Engine in a thread. `submit` and `cancel` may be called from any thread."""
 
@@ -63,6 +76,7 @@ class EngineLoop:
         self._is_blocked = False  # the last step left some without a seat
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._commands: deque[Callable[[], None]] = deque()
+        self._side_tasks: deque[SideTask] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: FastDecodeError | None = None
@@ -129,6 +143,18 @@ class EngineLoop:
                 self._commands.append(lambda: self.engine.cancel(request))
                 self._wake.notify()
 
+    def run_beside(self, task: SideTask) -> None:
+        """Queues a task that the engine's thread works on between steps, in turn with others.
+
+        Raises:
+            FastDecodeError: the engine has been closed or has failed.
+        """
+        self.check_process()
+        with self._wake:  # reentrant
+            self.check()
+            self._commands.append(partial(self._side_tasks.append, task))
+            self._wake.notify()
+
     def is_alive(self) -> bool:
         """Whether requests are still worked on. Once they are not, `check` says why."""
         return self._thread.is_alive() and self.is_ours()
@@ -182,7 +208,10 @@ class EngineLoop:
         error: FastDecodeError = GeneratorClosedError("the generator was closed")
         try:
             while self._take_commands():
-                self._step()
+                if self.engine.has_work():
+                    self._step()
+                if self._side_tasks:
+                    self._advance_side_task()
             self.engine.fail_all(error)
         except BaseException as exc:  # whatever it was, every waiting caller must hear of it
             error = exc if isinstance(exc, FastDecodeError) else _wrap(exc)
@@ -195,6 +224,8 @@ class EngineLoop:
             finally:
                 self.engine.fail_all(error)
         finally:
+            for task in self._side_tasks:
+                task.stop(error)
             for listener in list(self._listeners):
                 listener.end(error)
 
@@ -207,15 +238,23 @@ class EngineLoop:
                     and not self._commands
                     and not self._closing
                     and not self.engine.has_work()
+                    and not self._side_tasks
                 ):
                     self._wake.wait()
                 commands, self._commands = self._commands, deque()
                 closing = self._closing
             for command in commands:
                 command()
-            if closing or not block or self.engine.has_work():
+            if closing or not block or self.engine.has_work() or self._side_tasks:
                 return not closing
             self._is_blocked = False
+
+    def _advance_side_task(self) -> None:
+        task = self._side_tasks[0]
+        if not task.advance(lambda: self.engine.stopping):
+            self._side_tasks.popleft()
+        elif not task.holds_memory:
+            self._side_tasks.rotate(-1)
 
     def _step(self) -> None:
         self._reconnect()

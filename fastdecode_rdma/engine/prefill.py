@@ -21,11 +21,16 @@ from torch import Tensor
 
 from fastdecode_rdma.attention.backend import AttentionBackend
 from fastdecode_rdma.config import ENTRY_DTYPE, ENTRY_UPLOAD, UPLOAD_TABLE, KVGroup
+from fastdecode_rdma.engine.dense_pass import (
+    CHUNK_TOKENS,
+    attend_rows,
+    embed_rows,
+    keep_kv,
+    run_rows,
+)
 from fastdecode_rdma.models import DecoderModel, ModelConfig
 from fastdecode_rdma.prompt_logprobs import PromptLogprobs
 
-CHUNK_TOKENS = 512
-"""Rows of one dense pass: enough for full GEMM speed, few enough to keep activations small."""
 SCORE_ELEMENTS = 1 << 24
 """Prompt logits that exist at once, 64 MiB: 64 rows of the largest vocabularies, enough for nearly
 full GEMM speed."""
@@ -85,6 +90,11 @@ def peak_bytes(num_tokens: int, model: DecoderModel) -> int:
 def score_rows(config: ModelConfig) -> int:
     """Rows of prompt logits computed at once."""
     return max(1, min(CHUNK_TOKENS, SCORE_ELEMENTS // config.vocab_size))
+
+
+def head_cost(config: ModelConfig) -> int:
+    """Rows of a layer that take about as long as one row of the head."""
+    return 1 + config.vocab_size // (3 * config.intermediate_size + config.qkv_width)
 
 
 def split_into_scores(
@@ -160,7 +170,7 @@ class PrefillJob:
         self._begin(step)
         token_ids = torch.from_numpy(np.concatenate([item.token_ids for item in self.items]))
         positions = torch.cat([torch.arange(len(item.token_ids)) for item in self.items])
-        hidden = self.hidden = self._embed(token_ids, positions)
+        hidden = self.hidden = embed_rows(self.model, token_ids, positions)
         kv_width = max(group.num_kv_heads * group.head_dim for group in self._groups.values())
         keys, values = torch.empty(2, self.num_tokens * kv_width)
         cells = split_into_cells(self.items)
@@ -180,8 +190,6 @@ class PrefillJob:
     def _score(self, hidden: Tensor) -> Iterator[int]:
         """Fills in the log-probabilities that are wanted; yields their cost in rows of a layer."""
         config = self.model.config
-        mlp_and_attention = 3 * config.intermediate_size + config.qkv_width
-        head_cost = 1 + config.vocab_size // mlp_and_attention
         for batch in split_into_scores(self.items, score_rows(config)):
             rows = np.concatenate(
                 [np.arange(item.first_row + a, item.first_row + b) for item, a, b in batch]
@@ -192,18 +200,7 @@ class PrefillJob:
                 assert item.logprobs is not None
                 item.logprobs.fill_(start, logits[first : first + stop - start])
                 first += stop - start
-            yield len(rows) * head_cost
-
-    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden: Tensor | None = None
-        for start in range(0, self.num_tokens, CHUNK_TOKENS):
-            rows = slice(start, min(start + CHUNK_TOKENS, self.num_tokens))
-            part = self.model.embed(token_ids[rows], positions[rows])
-            if hidden is None:
-                hidden = torch.empty(self.num_tokens, part.shape[1], dtype=part.dtype)
-            hidden.numpy()[rows] = part.numpy()
-        assert hidden is not None  # a prompt has at least one token
-        return hidden
+            yield len(rows) * head_cost(config)
 
     def _run_cell(
         self,
@@ -217,32 +214,22 @@ class PrefillJob:
         """One layer of one cell: hidden rows in place, K/V kept and uploaded."""
         group = self._groups[layer]
         rows = slice(cell.first_row, cell.first_row + cell.num_rows)
-        x = hidden[rows]
-        qkv = torch.empty(cell.num_rows, group.row_width, dtype=x.dtype)
-        self.model.pre_attention(layer, x, positions[rows], qkv)
-        q_width, kv_width = group.out_width, group.num_kv_heads * group.head_dim
+        kv_width = group.num_kv_heads * group.head_dim
         keys = keys[: self.num_tokens * kv_width].view(self.num_tokens, kv_width)
         values = values[: self.num_tokens * kv_width].view(self.num_tokens, kv_width)
-        # numpy copies: torch would wake threads of its own, which then spin beside ours
-        keys.numpy()[rows] = qkv.numpy()[:, q_width : q_width + kv_width]
-        values.numpy()[rows] = qkv.numpy()[:, q_width + kv_width :]
-        out = torch.empty(cell.num_rows, q_width, dtype=x.dtype)
-        for item, start, stop in cell.pieces:
-            at = item.first_row + start - cell.first_row
-            self.model.ops.attend(
-                qkv[at : at + stop - start, :q_width],
-                keys[item.first_row : item.first_row + stop],
-                values[item.first_row : item.first_row + stop],
-                group,
-                layer=layer,
-                scale=self.model.config.scale,
-                softcap=self.model.config.attn_softcap,
-                out=out[at : at + stop - start],
-            )
-            self._upload(layer, group, item, start, stop, keys, values)
-        done = self.model.post_attention(layer, x, out)
-        if done.data_ptr() != x.data_ptr():
-            hidden.numpy()[rows] = done.numpy()
+
+        def attend(qkv: Tensor, out: Tensor) -> None:
+            keep_kv(qkv, group, keys[rows], values[rows])
+            for item, start, stop in cell.pieces:
+                at = item.first_row + start - cell.first_row
+                mine = slice(at, at + stop - start)
+                context = slice(item.first_row, item.first_row + stop)
+                attend_rows(
+                    self.model, group, layer, qkv[mine], keys[context], values[context], out[mine]
+                )
+                self._upload(layer, group, item, start, stop, keys, values)
+
+        run_rows(self.model, group, layer, hidden, positions, rows, attend)
 
     def _upload(
         self,
