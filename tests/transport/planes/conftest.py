@@ -216,6 +216,8 @@ class Contract:
     plane: str
     latency_slots: int = 8
     bulk_slots: int = 4
+    chunk_head: int = 0  # bytes that the plane adds to a frame that fits into one message
+    num_rounds: int = 12  # of the longest frames: more than there are slots
 
     def slots(self) -> SlotPlan:
         sizes = self.rig.sizes
