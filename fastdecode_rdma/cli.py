@@ -15,6 +15,7 @@ from fastdecode_rdma.errors import ConfigError, FastDecodeError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate_command", "answer prompts, or a file of requests, one a line"),
+    "score": ("score_command", "log-probabilities of continuations and texts, one a line"),
     "worker": ("worker.command", "serve attention and hold the KV-cache for engines"),
     "status": ("attention.status_command", "show the figures of running workers"),
     "models": ("models.models_command", "list the model architectures that load"),

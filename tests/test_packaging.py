@@ -25,7 +25,8 @@ LAYERS = [
     {"models"},
     {"engine", "prompts", "stream", "results", "requests", "inbox", "handles", "scoring"},
     {"generator"},
-    {"batch", "bench", "perfmodel", "terminal", "hub", "doctor", "generate_command", "cli"},
+    {"batch", "bench", "eval", "perfmodel", "terminal", "hub", "doctor", "cli"}
+    | {"generate_command", "score_command"},
 ]
 """Rooms from bottom to top: a file imports from its own layer or those below."""
 

@@ -1,0 +1,89 @@
+"""`fastdecode score`: how probable the continuations and texts of a file are, one a line."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastdecode_rdma.batch.files import LineSource
+from fastdecode_rdma.command_line import messages_on_stderr, unwinding_on_signals
+
+if TYPE_CHECKING:
+    from fastdecode_rdma.batch.intake import FormatFor
+    from fastdecode_rdma.batch.job import Job
+    from fastdecode_rdma.tokenizer import Tokenizer
+
+EPILOG = """\
+input, one JSON object a line (- is standard input):
+  {"id": …, "context": text or token ids, "continuation": text or token ids, …}
+  {"id": …, "text": text or token ids, …}
+  Scores are those of the lm-evaluation-harness: the log-probability of the continuation after the
+  context (loglikelihood), or of every token of a text (loglikelihood_rolling). What is too long for
+  the model is cut off at the left, or scored in windows. Other keys are carried to the output.
+
+output, one JSON object a line:
+  {"id": …, "line": N, "logprob": …, "num_tokens": N, "is_greedy": …, …}
+  token_logprobs with --token-logprobs; num_truncated where something was cut off. Logarithms are
+  natural ones.
+  {"id": …, "line": N, "error": {"type": …, "message": …}, …}    a line that failed
+
+--resume, --ordered, --limit, --dry-run and the exit status: as `fastdecode generate --help` says.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    from fastdecode_rdma.batch.command import add_engine_arguments, add_file_arguments
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("--model", required=True, metavar="DIR", help="a model directory")
+    parser.add_argument(
+        "--input", "-i", required=True, metavar="FILE", help="a file of lines, or - (see below)"
+    )
+    add_file_arguments(parser)
+    parser.add_argument(
+        "--token-logprobs", action="store_true", help="add token_logprobs to results"
+    )
+    parser.add_argument(
+        "--prefix-token-id",
+        type=int,
+        metavar="N",
+        help="the token before what has no context (default: BOS, or EOS where there is none)",
+    )
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Scores a file."""
+    with messages_on_stderr(), unwinding_on_signals():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from fastdecode_rdma.batch.command import Work, engine_options, run_file
+    from fastdecode_rdma.batch.score_runner import ScoreRun
+    from fastdecode_rdma.engine.options import resolve_model_dir
+    from fastdecode_rdma.generator import Generator
+
+    directory = resolve_model_dir(args.model)
+    work = Work(
+        command="score",
+        directory=directory,
+        facts={
+            "token_logprobs": args.token_logprobs,
+            "prefix_token_id": args.prefix_token_id,
+        },
+        seed=0,
+        load=partial(Generator.from_pretrained, directory, **engine_options(args)),
+        formats=partial(_formats, args),
+        make_run=partial(ScoreRun, prefix_token_id=args.prefix_token_id),
+    )
+    return run_file(args, LineSource(args.input), work)
+
+
+def _formats(args: argparse.Namespace, job: Job, tokenizer: Tokenizer | None) -> FormatFor:
+    from fastdecode_rdma.batch.score_lines import ScoreLines
+
+    return lambda first: ScoreLines(with_token_logprobs=args.token_logprobs)
