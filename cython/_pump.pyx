@@ -222,6 +222,13 @@ cdef class Pump:
         if rc:
             raise_failure(self.pump, self.names, rc)
 
+    def abort(self, int table):
+        """Gives up the step of a table on all ports: what still comes of it is skipped. Rows that are
+        on their way may not change until the table's next `begin`, which waits for them."""
+        self._enter(table)
+        pump_abort(self.pump, table)
+        self._leave()
+
     def wait_ready(self, int port, int table):
         """Waits until the worker has taken the step begun last.
 
@@ -334,6 +341,13 @@ cdef class Pump:
             "sent": (p.conn.sent[0], p.conn.sent[1]),
             "returned": (p.conn.peer_consumed[0], p.conn.peer_consumed[1]),
         }
+
+    def kernel_ns(self, int port, int table):
+        """Returns what the worker's kernel took for the layer collected last, 0 if it had no rows."""
+        self._check_port(port)
+        self._check_table(table)
+        cdef port_table *t = &self.pump.ports[port].tables[table]
+        return t.kernel_ns if t.rows else 0
 
     @property
     def num_ports(self):

@@ -57,6 +57,7 @@ cdef extern from "pump_steps.h" nogil:
     ctypedef struct port_table:
         int state
         uint32_t step, rows
+        uint64_t kernel_ns
         void *entries
     ctypedef struct fd_port:
         int kind

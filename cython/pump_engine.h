@@ -23,6 +23,7 @@ typedef struct {
     uint32_t step, layer, first_row, rows, num_entries;
     uint32_t aborted[PUMP_ABORTED]; /* steps given up: their late errors are nobody's business */
     uint32_t num_aborted;
+    uint64_t kernel_ns; /* of the layer that came back last */
     void *entries; /* payload of BEGIN_STEP, kept until it is sent */
     size_t entries_capacity;
 } port_table;
@@ -229,6 +230,7 @@ static void port_complete(fd_port *port) {
     case FD_ATTEND_REPLY:
         if (!table_live(t) || h->step != t->step || !t->outstanding) return;
         t->outstanding = 0;
+        t->kernel_ns = h->offset;
         port->kernel_ns += h->offset;
         return;
     case FD_STEP_READY:

@@ -111,7 +111,8 @@ static void port_attend_here(fd_pump *pump, fd_port *port, int table) {
                           buffers->send + t->first_row * pump->sizes.row_bytes[t->layer],
                           buffers->recv + t->first_row * pump->sizes.out_bytes[t->layer],
                           buffers->status + t->first_row);
-    port->kernel_ns += now_ns() - start;
+    t->kernel_ns = now_ns() - start;
+    port->kernel_ns += t->kernel_ns;
     port->messages++;
     t->outstanding = 0;
     if (rc) port_set_error(port, (uint16_t)table, t->step, rc, "attention failed");

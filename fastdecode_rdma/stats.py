@@ -128,7 +128,12 @@ class GeneratorStats:
     steps: decode steps. elapsed_s: seconds since the generator was made.
     dense_s, attention_s, transport_s, python_s: seconds of the engine thread in the model's layers,
         in the attention kernel (as the busiest worker reports it), in the rest of the exchange, and
-        in scheduling, sampling and bookkeeping; prefill_s: of prompts, whatever in.
+        in scheduling, sampling and bookkeeping; prefill_s: of prompts, whatever in. Where
+        mini-batches overlap, attention_s runs beside dense_s and transport_s is what the engine
+        waited beyond it, if it did.
+    wait_s: seconds of the engine thread in the exchange with workers, their kernels included as far
+        as it waited for them. dense_s and wait_s make up the decode steps.
+    num_mini_batches: that a decode step is split into now; mini_batch_reason: why.
     workers: all of them, lost ones too. gemm: which library multiplies which shape. isa: the
         instruction set of our kernels. notes: what was decided at the start and may surprise.
     """
@@ -156,6 +161,31 @@ class GeneratorStats:
     gemm: Mapping[str, str]
     isa: str
     notes: tuple[str, ...]
+    wait_s: float = 0.0
+    num_mini_batches: int = 1
+    mini_batch_reason: str = ""
+
+    @property
+    def dense_busy(self) -> float:
+        """Share (0 to 1) of the decode steps' time in which the dense layers ran."""
+        return self._share(self.dense_s)
+
+    @property
+    def attention_busy(self) -> float:
+        """Share (0 to 1) of the decode steps' time in which the busiest worker's kernel ran."""
+        return self._share(self.attention_s)
+
+    @property
+    def bubble(self) -> float:
+        """Share (0 to 1) of the decode steps' time that the busier side spent waiting: what perfect
+        overlap would save."""
+        if not self.dense_s:
+            return 0.0
+        return 1.0 - max(self.dense_busy, self.attention_busy)
+
+    def _share(self, seconds: float) -> float:
+        whole = self.dense_s + self.wait_s
+        return min(1.0, seconds / whole) if whole else 0.0
 
     def to_prometheus(self) -> str:
         """Returns all numbers in Prometheus' text format (version 0.0.4), names as vLLM's with the
@@ -185,6 +215,11 @@ _TOTALS = (
     (
         "counter", "transport_seconds_total", "transport_s",
         "Engine time in the exchange with workers, without the busiest one's kernel.",
+    ),
+    ("counter", "wait_seconds_total", "wait_s", "Engine time in the exchange with workers."),
+    (
+        "gauge", "mini_batches", "num_mini_batches",
+        "Mini-batches that a decode step is split into.",
     ),
     ("counter", "python_seconds_total", "python_s", "Engine time in scheduling and sampling."),
     ("counter", "prefill_seconds_total", "prefill_s", "Engine time in prompts."),

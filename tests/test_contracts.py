@@ -1,7 +1,8 @@
 """Real models end to end: what is identical to what.
 
 (a) Default mode: ids equal the oracle's wherever its top-2 margin exceeds 2 epsilon.
-(b) deterministic=True: the same bits alone, in any batch, with any number of workers, after a loss.
+(b) deterministic=True: the same bits alone, in any batch and any number of mini-batches, with any
+number of workers, after a loss.
 """
 
 from __future__ import annotations
@@ -103,7 +104,12 @@ def test_64_greedy_ids_of_8_prompts_are_transformers_own(
     addresses = [w.address for w in start_workers(num_workers)] if num_workers else None
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     with Generator.from_pretrained(
-        path, workers=addresses, dtype="float32", kv_cache_dtype="float32", max_model_len=512
+        path,
+        workers=addresses,
+        dtype="float32",
+        kv_cache_dtype="float32",
+        max_model_len=512,
+        num_mini_batches=2 if num_workers == 3 else "auto",
     ) as gen:
         outputs = gen.complete(PROMPTS, params)
     assert all(len(output.outputs[0].token_ids) == NUM_TOKENS for output in outputs)
@@ -121,14 +127,19 @@ def ids_and_logprobs(outputs: list) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-def deterministic(path: Path, workers: list[str] | None) -> Generator:
+def deterministic(path: Path, workers: list[str] | None, **options: object) -> Generator:
     return Generator.from_pretrained(
-        path, workers=workers, deterministic=True, kv_cache_dtype="fp16", max_model_len=512
+        path,
+        workers=workers,
+        deterministic=True,
+        kv_cache_dtype="fp16",
+        max_model_len=512,
+        **options,
     )
 
 
 @pytest.mark.parametrize("model", ["smollm2_dir", "gemma3_dir"])
-def test_deterministic_mode_gives_the_same_bits_alone_in_a_batch_and_on_three_workers(
+def test_deterministic_mode_gives_the_same_bits_alone_in_a_batch_in_two_and_on_three_workers(
     model: str, request: pytest.FixtureRequest, start_workers: Callable[..., list]
 ) -> None:
     path = request.getfixturevalue(model)
@@ -144,8 +155,9 @@ def test_deterministic_mode_gives_the_same_bits_alone_in_a_batch_and_on_three_wo
         ]
     assert alone == together
     workers = start_workers(3, threads=2)
-    for count in (1, 3):
-        with deterministic(path, [w.address for w in workers[:count]]) as gen:
+    for count, parts in ((1, 1), (3, 2)):
+        addresses = [w.address for w in workers[:count]]
+        with deterministic(path, addresses, num_mini_batches=parts) as gen:
             assert ids_and_logprobs(gen.complete(prompts, params)) == together, count
 
 
@@ -172,6 +184,7 @@ def test_kill_9_of_one_of_three_workers_mid_decode_loses_no_request(
         deterministic=is_deterministic,
         kv_cache_dtype="fp16",
         max_model_len=512,
+        num_mini_batches=2,
     ) as gen:
         for number, event in enumerate(gen.generate(PROMPTS, params)):
             seen[event.request_index].append(event)

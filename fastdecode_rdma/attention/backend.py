@@ -172,6 +172,10 @@ class AttentionBackend:
         except PortTimeout as late:
             self._lose(late)
 
+    def abort(self, table: int) -> None:
+        """Gives up the step of a table on all workers, in whatever state it is. Never waits."""
+        self._pump.abort(table)
+
     def wait_ready(self, worker: int, table: int) -> None:
         """Waits until a worker has accepted the step begun last.
 
@@ -288,6 +292,11 @@ class AttentionBackend:
     def stats(self) -> list[dict[str, int]]:
         """Returns the counters of every worker (transport._pump.Pump.stats)."""
         return [self._pump.stats(worker) for worker in range(len(self._workers))]
+
+    def kernel_s(self, worker: int, table: int) -> float:
+        """Returns what a worker's kernel took for the layer that `collect` waited for last, 0 if it
+        had no rows in it."""
+        return self._pump.kernel_ns(worker, table) / 1e9
 
     def close(self) -> None:
         """Ends all sessions. Idempotent, bounded, never raises with dead peers."""

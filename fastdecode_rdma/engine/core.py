@@ -10,15 +10,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 
 import torch
 
 from fastdecode_rdma.attention.backend import AttentionBackend
-from fastdecode_rdma.config import StepCode
+from fastdecode_rdma.config import NUM_DECODE_TABLES, StepCode
 from fastdecode_rdma.engine.admission import CautiousPlacement
-from fastdecode_rdma.engine.decode import DecodeRunner, build_batch
-from fastdecode_rdma.engine.outputs import accept_token, failed_by, no_token, non_finite
+from fastdecode_rdma.engine.decode import build_batch
+from fastdecode_rdma.engine.mini_batches import MiniBatchChooser, spread
+from fastdecode_rdma.engine.outputs import failed_by, non_finite
+from fastdecode_rdma.engine.pipeline import PipelineRunner
 from fastdecode_rdma.engine.prefill_queue import PrefillQueue
+from fastdecode_rdma.engine.recovery import Recovery
+from fastdecode_rdma.engine.sampler import TokenSampler
 from fastdecode_rdma.engine.state import (
     EngineCounters,
     EngineOptions,
@@ -26,23 +31,12 @@ from fastdecode_rdma.engine.state import (
     Request,
     RunningPrefill,
 )
-from fastdecode_rdma.errors import (
-    CacheFullError,
-    FastDecodeError,
-    StepError,
-    WorkerLostError,
-)
+from fastdecode_rdma.errors import FastDecodeError, StepError, WorkerLostError
 from fastdecode_rdma.models import DecoderModel
 from fastdecode_rdma.prompt_logprobs import PromptLogprobs
-from fastdecode_rdma.sampling import Scratch, sample
 from fastdecode_rdma.scheduler import Job, Scheduler
-from fastdecode_rdma.sequence import TokenEvent
 
 logger = logging.getLogger(__name__)
-
-DECODE_TABLE = 0
-STALL_POLL_S = 0.02
-"""How long an engine waits between looks when other engines hold the workers' memory."""
 
 
 class Engine:
@@ -62,15 +56,29 @@ class Engine:
         self.scheduler = scheduler
         self.options = options
         self.counters = EngineCounters()
-        self.runner = DecodeRunner(model, backend)
+        self.runner = PipelineRunner(model, backend)
+        self.chooser = MiniBatchChooser(
+            fixed=options.num_mini_batches,
+            most=NUM_DECODE_TABLES,
+            can_overlap=not all(backend.is_embedded(w) for w in range(backend.num_workers)),
+        )
         self._live: dict[int, LiveSequence] = {}
         self._prefills = PrefillQueue(model, backend, placement, options)
-        self._scratch = Scratch()
-        self._lost_workers: set[int] = set()
-        self._lost_addresses: list[str] = []
+        self._sampler = TokenSampler(options, self.counters)
+        self._recovery = Recovery(
+            backend,
+            placement,
+            scheduler,
+            self._prefills,
+            self._live,
+            self.counters,
+            timeout_s=options.timeout_s,
+            fail=self._fail_request,
+            preempt=self._preempt,
+            abort_prefill=self._abort_prefill,
+        )
         self._next_handle = 1
         self._step = 0
-        self._stalled_since: float | None = None
         self.stopping = False  # set by who closes: a long prefill ends between two cells
         self._outbox: list[Callable[[], None]] = []  # what callers hear once the step is booked
 
@@ -107,17 +115,12 @@ class Engine:
 
     def take_lost(self) -> list[str]:
         """Returns the addresses of workers lost since the last call, idle ones included."""
-        for worker in range(self.backend.num_workers):
-            if worker not in self._lost_workers and not self.backend.info(worker).alive:
-                name = self.backend.info(worker).name
-                self._recover(WorkerLostError(name, "it has gone", worker_index=worker))
-        lost, self._lost_addresses = self._lost_addresses, []
-        return lost
+        return self._recovery.take_lost()
 
     def take_back(self, worker: int, capacity_bytes: int) -> None:
         """Takes in a worker that was lost; the backend has given it its number again."""
-        self._lost_workers.discard(worker)
-        self.placement.restore_worker(worker, capacity_bytes)
+        self.chooser.forget()
+        self._recovery.take_back(worker, capacity_bytes)
 
     def has_work(self) -> bool:
         return bool(self._live)
@@ -151,7 +154,7 @@ class Engine:
             try:
                 self.backend.free(worker, handles)
             except WorkerLostError as lost:
-                self._recover(lost)
+                self._recovery.recover(lost)
 
     def _fail_request(self, request: Request, error: FastDecodeError) -> None:
         """Ends one request with an error, the others go on."""
@@ -181,7 +184,8 @@ class Engine:
         try:
             worked = self._step_once()
         except (WorkerLostError, StepError) as error:
-            self._recover(error)
+            self.chooser.forget()
+            self._recovery.recover(error)
             worked = True
         self.counters.step_s += time.perf_counter() - started
         self._deliver()
@@ -201,40 +205,32 @@ class Engine:
         for handle in plan.preempted:
             self._preempt(self._live[handle])
         self._prefills.extend(plan.prefill)
+        started = time.perf_counter()
         worked = self._run_prefill()
+        prefilled = time.perf_counter()
         ready = [self._live[h] for h in plan.decode if h in self._live and self._live[h].ready]
         if ready:
             self._decode(ready)
-            worked = True
-        self._watch_stall(worked)
-        return worked
+        if worked or ready:
+            self._tell_times(started, prefilled, len(ready))
+        self._recovery.watch_stall(worked or bool(ready))
+        return worked or bool(ready)
 
-    def _watch_stall(self, worked: bool) -> None:
-        """Waits a little when nothing could be done."""
-        if not self._live:
-            self._stalled_since = None
-        elif not worked:
-            if not self.placement.is_holding():
-                self._note_stall("the living workers have no room for it")
-            time.sleep(STALL_POLL_S)
-
-    def _note_stall(self, why: str) -> None:
-        """Fails the first request in line when there has been no new token for timeout_s."""
-        now = time.monotonic()
-        if self._stalled_since is None:
-            self._stalled_since = now
-        if now - self._stalled_since > self.options.timeout_s and self._live:
-            seq = next(iter(self._live.values()))
-            self._stalled_since = now  # the next in line gets its own time
-            needed = self.placement.bytes_for(seq.num_tokens + 1)
-            self._fail_request(
-                seq.request,
-                CacheFullError(
-                    f"request {seq.request.index}: no worker had room for {seq.num_tokens + 1} "
-                    f"tokens ({needed} bytes) within {self.options.timeout_s:g} s: {why}",
-                    needed_bytes=needed,
-                ),
-            )
+    def _tell_times(self, started: float, prefilled: float, num_decoded: int) -> None:
+        """Lets the scheduler learn what a step costs, and a trace show its phases."""
+        ended = time.perf_counter()
+        tokens = self._prefills.take_tokens_run()
+        cached_tokens = self.runner.times.cached_tokens if num_decoded else 0
+        self.scheduler.observe(
+            tokens,
+            prefilled - started if tokens else 0.0,
+            num_decoded,
+            cached_tokens,
+            ended - prefilled if num_decoded else 0.0,
+        )
+        if (recorder := self.runner.recorder) is not None:
+            recorder.engine("prefill", started, prefilled)
+            recorder.engine("decode", prefilled, ended)
 
     def _next_step(self) -> int:
         self._step = (self._step + 1) & 0xFFFFFFFF
@@ -265,9 +261,9 @@ class Engine:
         except StepError as refusal:
             members = self._abort_prefill()
             if refusal.code == StepCode.CACHE_FULL:
-                self._note_refusal(refusal)  # those that decode go on
+                self._recovery.note_refusal(refusal)  # those that decode go on
             else:
-                self._give_up(refusal, members)
+                self._recovery.give_up(refusal, members)
         self.counters.prefill_s += time.perf_counter() - started
         return True
 
@@ -275,22 +271,7 @@ class Engine:
         assert running.job.logits is not None
         self.counters.prompt_tokens += running.job.num_tokens
         self.placement.accepted()
-        rows: list[int] = []
-        samplers: list[LiveSequence] = []
-        scored: dict[Request, PromptLogprobs] = {}
-        cancelled = [seq for seq in running.members if seq.cancelled]
-        by_handle = {seq.handle: seq for seq in running.members if not seq.cancelled}
-        for row, item in enumerate(running.job.items):
-            for handle in item.handles:
-                seq = by_handle.get(handle)
-                if seq is None:
-                    continue
-                seq.kv_len, seq.ready = len(item.token_ids), True
-                if item.logprobs is not None:
-                    scored[seq.request] = item.logprobs
-                if seq.kv_len == seq.num_tokens:
-                    rows.append(row)
-                    samplers.append(seq)
+        cancelled, rows, samplers, scored = running.settle()
         self._free(cancelled)
         for request, logprobs in scored.items():
             if not logprobs.is_finite:
@@ -312,14 +293,17 @@ class Engine:
     # -- decode
 
     def _decode(self, ready: list[LiveSequence]) -> None:
-        batch = build_batch(ready, self.options.max_rows)
-        logits, finite = self.runner.run(batch, DECODE_TABLE, self._next_step())
+        ready = ready[: self.options.max_rows]
+        parts = spread(ready, self.chooser.choose(len(ready)))
+        share = self.options.max_rows // len(parts)
+        batches = [build_batch(part, max(len(part), share)) for part in parts]
+        logits, finite = self.runner.run(batches, self._next_step())
         self.counters.steps += 1
+        self.chooser.observe(self.runner.times)
         rows: list[int] = []
         samplers: list[LiveSequence] = []
-        for row, (seq, count, fine) in enumerate(
-            zip(batch.sequences, batch.counts, finite, strict=True)
-        ):
+        fed = chain.from_iterable(zip(b.sequences, b.counts, strict=True) for b in batches)
+        for row, ((seq, count), fine) in enumerate(zip(fed, finite, strict=True)):
             if not fine:
                 self._fail_request(seq.request, non_finite(seq, "attention inputs or outputs"))
                 continue
@@ -354,100 +338,17 @@ class Engine:
         `scored` goes with the first event of its request.
         """
         started = time.perf_counter()
-        sampled = sample(
-            logits,
-            [seq.request.params for seq in sequences],
-            [seq.request.seed for seq in sequences],
-            [len(seq.output_ids) for seq in sequences],
-            [seq.sample_index for seq in sequences],
-            states=[seq.logit_state for seq in sequences],
-            scratch=self._scratch,
-        )
-        now_s = time.perf_counter()
-        events: dict[Request, list[TokenEvent]] = {}
-        finished: list[LiveSequence] = []
-        failed: list[tuple[LiveSequence, FastDecodeError]] = []
-        for row, seq in enumerate(sequences):
-            if sampled.token_ids[row] < 0:
-                failed.append((seq, no_token(seq, sampled.errors.get(row))))
-                continue
-            try:
-                event = accept_token(seq, sampled, row, self.options)
-            except Exception as error:  # a tokenizer that cannot decode ends its own request only
-                failed.append((seq, failed_by(seq.request, error)))
-                continue
-            self.counters.count_token(seq, event.finish_reason, now_s)
-            self._stalled_since = None
-            events.setdefault(seq.request, []).append(event)
-            if event.finish_reason is not None:
-                finished.append(seq)
-        self.counters.sample_s += time.perf_counter() - started
-        self._drop(finished)
-        for request, batch in events.items():
+        sampled = self._sampler.run(logits, sequences)
+        if (recorder := self.runner.recorder) is not None:
+            recorder.engine("sample", started, time.perf_counter())
+        if sampled.events:
+            self._recovery.note_progress()
+        self._drop(sampled.finished)
+        for request, batch in sampled.events.items():
             if request in scored:
                 batch[0].prompt_logprobs = scored[request]
                 request.has_prompt_logprobs = True
             self._outbox.append(partial(request.deliver, batch))
-        for seq, error in failed:
+        for seq, error in sampled.failed:
             if seq.handle in self._live:  # a sibling may have failed the request already
                 self._fail_request(seq.request, error)
-
-    # -- failures
-
-    def _recover(self, error: FastDecodeError) -> None:
-        """After a lost worker or a refused step: requeues what it held, touches nothing else."""
-        if isinstance(error, StepError):
-            self._recover_step(error)
-            return
-        assert isinstance(error, WorkerLostError)
-        worker = error.worker_index
-        if worker is None:
-            raise error
-        if worker not in self._lost_workers:  # freeing what it held may find it lost once more
-            self._lost_workers.add(worker)
-            self._lost_addresses.append(self.backend.info(worker).name)
-            self.counters.recoveries += 1
-        self.placement.lose_worker(worker)
-        if self._prefills.uses_worker(worker):
-            self._abort_prefill()
-        for handle in self._prefills.take_gangs_on(worker, self._live):
-            self.scheduler.requeue(handle)
-            self.placement.release(handle)
-        for seq in list(self._live.values()):
-            if seq.worker == worker:
-                self.scheduler.requeue(seq.handle)
-                self.placement.release(seq.handle)
-                seq.lose_cache()
-
-    def _recover_step(self, error: StepError) -> None:
-        """After a refused decode step. Without room (other engines use the memory, too), what is
-        being prefilled there gives way, else the youngest sequence."""
-        worker = error.worker_index
-        there = [seq for seq in self._live.values() if seq.worker == worker and seq.ready]
-        if error.code != StepCode.CACHE_FULL:
-            self._give_up(error, there)
-            return
-        if self._prefills.uses_worker(worker):
-            self._abort_prefill()
-        elif there:
-            youngest = max(there, key=lambda seq: seq.job.arrival)
-            self.scheduler.requeue(youngest.handle)
-            self._preempt(youngest)
-        self._note_refusal(error)
-
-    def _give_up(self, error: StepError, members: list[LiveSequence]) -> None:
-        """A worker that failed a step for a reason of its own gets no other: its sequences go on
-        elsewhere. The embedded one has no elsewhere: the requests of that step fail."""
-        worker = error.worker_index
-        if self.backend.is_embedded(worker):
-            for seq in members:
-                if seq.handle in self._live:
-                    self._fail_request(seq.request, error)
-            return
-        self.backend.give_up(worker, error.remote_message)
-        self._recover(WorkerLostError(error.worker, error.remote_message, worker_index=worker))
-
-    def _note_refusal(self, error: StepError) -> None:
-        """Lets a worker without room rest."""
-        self.placement.refused(error.worker_index)
-        self._note_stall(str(error))

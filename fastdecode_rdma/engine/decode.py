@@ -1,4 +1,4 @@
-"""One decode step over a mini-batch: rows out to the workers, attention back, once per layer."""
+"""One decode step over one mini-batch: rows out to the workers, attention back, once per layer."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class DecodeBatch:
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that the workers hold of the sequences, those of this step not counted."""
+        return sum(int(entries["kv_len_before"].sum()) for _, entries in self.assignments)
 
 
 def build_batch(sequences: Sequence[LiveSequence], max_rows: int) -> DecodeBatch:
@@ -80,8 +85,9 @@ class DecodeRunner:
         self.exchange_s = 0.0
         self.model_s = 0.0
 
-    def _row_views(self, table: int, num_rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer: the tensor to fill [T, row width], the one to come back [T, out width]."""
+    def row_views(self, table: int, num_rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns per layer the tensor to fill [T, row width] and the one that comes back
+        [T, out width]."""
         views = self._views.get((table, num_rows))
         if views is None:
             send = torch.from_numpy(self.backend.send_rows[table].reshape(-1))
@@ -114,13 +120,13 @@ class DecodeRunner:
         self.backend.begin_step(table, step, batch.assignments)
         positions = batch.positions
         x = model.embed(batch.token_ids, positions)
-        for layer, (rows, out) in enumerate(self._row_views(table, batch.num_rows)):
+        for layer, (rows, out) in enumerate(self.row_views(table, batch.num_rows)):
             model.pre_attention(layer, x, positions, rows)
             before = clock()
             exchange(table, layer)
             exchanged += clock() - before
             x = model.post_attention(layer, x, out)
-        finite = self._finite_sequences(batch, table)
+        finite = self.finite_sequences(batch, table)
         if len(batch.last_rows) != batch.num_rows:
             x = x[batch.last_rows]
         logits = model.logits(x)
@@ -128,7 +134,8 @@ class DecodeRunner:
         self.model_s += clock() - start - exchanged
         return logits, finite
 
-    def _finite_sequences(self, batch: DecodeBatch, table: int) -> list[bool]:
+    def finite_sequences(self, batch: DecodeBatch, table: int) -> list[bool]:
+        """Says of each sequence whether the rows that came back for it were finite."""
         status = self.backend.row_status[table][: batch.num_rows]
         if not status.any():
             return [True] * len(batch.sequences)

@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from fastdecode_rdma.config import dtype_name, kv_dtype_name, quantization_name
+from fastdecode_rdma.config import NUM_DECODE_TABLES, dtype_name, kv_dtype_name, quantization_name
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.param_checks import eos_ids, explain_unknown, is_integer
 from fastdecode_rdma.transport.address import PLANES, require_plane
@@ -85,6 +85,7 @@ class GeneratorOptions:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_waiting: int = 1024
+    num_mini_batches: int | str = "auto"
     deterministic: bool = False
     timeout_s: float = 30.0
     eos_token_id: Sequence[int] = ()
@@ -102,6 +103,7 @@ class GeneratorOptions:
             if not is_integer(value) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
             object.__setattr__(self, name, int(value))
+        self._check_mini_batches()
         if (
             isinstance(self.timeout_s, bool)
             or not isinstance(self.timeout_s, Real)
@@ -148,6 +150,17 @@ class GeneratorOptions:
             raise ConfigError(f"require={self.require!r} is for workers: give their addresses, too")
         for url in self.workers:
             require_plane(url, self.require)
+
+    def _check_mini_batches(self) -> None:
+        value = self.num_mini_batches
+        if value == "auto":
+            return
+        if not is_integer(value) or not 1 <= value <= NUM_DECODE_TABLES:
+            raise ConfigError(
+                f"num_mini_batches must be 'auto' or an integer from 1 to {NUM_DECODE_TABLES}, got "
+                f"{value!r}"
+            )
+        object.__setattr__(self, "num_mini_batches", int(value))
 
     def _check_profile(self) -> None:
         if self.profile is None:

@@ -30,6 +30,7 @@ class PrefillQueue:
         self._options = options
         self._gangs: list[tuple[int, ...]] = []
         self._running: RunningPrefill | None = None
+        self._rows_run = 0  # rows of one layer, since they were asked for
 
     def extend(self, gangs: Iterable[tuple[int, ...]]) -> None:
         """Queues gangs in order."""
@@ -93,6 +94,12 @@ class PrefillQueue:
                 yield finished
             else:
                 budget -= rows
+                self._rows_run += rows
+
+    def take_tokens_run(self) -> int:
+        """Returns how many tokens' worth of cells were run since the last call."""
+        tokens, self._rows_run = divmod(self._rows_run, self._model.config.num_layers)
+        return tokens
 
     def _start(
         self, live: Mapping[int, LiveSequence], next_step: Callable[[], int]

@@ -55,6 +55,9 @@ def take_stats(
         },
         isa=parts.ops.isa,
         notes=tuple(parts.notes),
+        wait_s=exchange_s,
+        num_mini_batches=engine.chooser.current,
+        mini_batch_reason=engine.chooser.reason,
     )
 
 

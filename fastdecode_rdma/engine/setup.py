@@ -215,6 +215,9 @@ def _assemble(
             deterministic=options.deterministic,
             timeout_s=options.timeout_s,
             eos_token_ids=eos_token_ids,
+            num_mini_batches=(
+                None if options.num_mini_batches == "auto" else int(options.num_mini_batches)
+            ),
             decode_token=None if tokenizer is None else cache(tokenizer.token_text),
         ),
     )

@@ -12,6 +12,7 @@ from fastdecode_rdma.detokenizer import IncrementalDetokenizer
 from fastdecode_rdma.engine.prefill import PrefillJob
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.logit_rules import LogitRules, LogitState
+from fastdecode_rdma.prompt_logprobs import PromptLogprobs
 from fastdecode_rdma.scheduler.base import Job
 from fastdecode_rdma.sequence import SamplingParams, TokenEvent
 from fastdecode_rdma.stats import (
@@ -29,6 +30,7 @@ class EngineOptions:
 
     max_rows: rows of one decode step. max_num_batched_tokens: prompt tokens (times all layers)
     prefilled between two decode steps. eos_token_ids: any of them ends a sequence.
+    num_mini_batches: of a decode step; None: as measured.
     """
 
     max_model_len: int
@@ -38,6 +40,7 @@ class EngineOptions:
     timeout_s: float
     eos_token_ids: frozenset[int]
     decode_token: Callable[[int], str] | None = None  # for the text of top log-probabilities
+    num_mini_batches: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +85,7 @@ class LiveSequence:
     kv_len: int = 0
     ready: bool = False
     cancelled: bool = False
+    mini_batch: int = -1  # kept from step to step where that leaves them even; -1: none yet
     last_token_s: float | None = None
     logit_state: LogitState | None = None
 
@@ -146,3 +150,30 @@ class RunningPrefill:
     job: PrefillJob
     cells: Iterator[int]
     members: list[LiveSequence] = field(default_factory=list)
+
+    def settle(
+        self,
+    ) -> tuple[list[LiveSequence], list[int], list[LiveSequence], dict[Request, PromptLogprobs]]:
+        """After the last cell: makes the members ready, those that were cancelled aside.
+
+        Returns the cancelled ones; rows of the job's logits with the sequences whose next token
+        they tell (one whose generated ids are still to be replayed has none); log-probabilities of
+        prompts by request.
+        """
+        rows: list[int] = []
+        samplers: list[LiveSequence] = []
+        scored: dict[Request, PromptLogprobs] = {}
+        cancelled = [seq for seq in self.members if seq.cancelled]
+        by_handle = {seq.handle: seq for seq in self.members if not seq.cancelled}
+        for row, item in enumerate(self.job.items):
+            for handle in item.handles:
+                seq = by_handle.get(handle)
+                if seq is None:
+                    continue
+                seq.kv_len, seq.ready = len(item.token_ids), True
+                if item.logprobs is not None:
+                    scored[seq.request] = item.logprobs
+                if seq.kv_len == seq.num_tokens:
+                    rows.append(row)
+                    samplers.append(seq)
+        return cancelled, rows, samplers, scored
