@@ -89,6 +89,11 @@ class Tokenizer:
         """The default template's text, or None if the model has none."""
         return self._templates.sources.get("default")
 
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """All templates by name."""
+        return self._templates.sources
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id."""

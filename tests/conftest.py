@@ -130,6 +130,13 @@ def _save_tiny(path: Path, family: str, changes: dict[str, object]) -> Path:
             transformers.Gemma3TextConfig,
             {**llama, "num_hidden_layers": 7, "sliding_window": 20, "query_pre_attn_scalar": 16},
         ),
+        "gemma2": (
+            transformers.Gemma2Config,
+            {
+                **llama, "sliding_window": 20, "query_pre_attn_scalar": 16,
+                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+            },
+        ),
         "opt": (
             transformers.OPTConfig,
             {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_attention_heads": 3},
