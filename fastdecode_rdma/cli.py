@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("hub.convert_command", "turn a GGUF file into a Hugging Face directory"),
     "plan": ("perfmodel.plan_command", "predict what hardware does with a model"),
     "simulate": ("perfmodel.simulate_command", "run a trace on predicted hardware"),
+    "profile": ("perfmodel.profile_command", "measure what plan and simulate predict from"),
     "lm-eval": ("eval.command", "run the lm-evaluation-harness with --model fastdecode"),
     "bench": ("bench.command", "measure the attention kernel beside what the machine can do"),
 }

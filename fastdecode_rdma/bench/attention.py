@@ -37,6 +37,8 @@ WORKING_SET = 256 << 20
 """A case has as many layers, attended in turn, as it takes to hold so many bytes of KV: no cache
 keeps them."""
 Figures = tuple[float, float, float, float, float | None]
+MAX_LAYERS = 4096
+"""As many as a session serves: the smallest cases stay in caches."""
 TORCH_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -45,7 +47,7 @@ class Decode:
 
     def __init__(self, case: Case, *, rng: np.random.Generator) -> None:
         self.case = case
-        self.num_layers = max(1, -(-WORKING_SET // case.layer_bytes))
+        self.num_layers = min(MAX_LAYERS, max(1, -(-WORKING_SET // case.layer_bytes)))
         heads = case.kv_heads * case.group
         group = KVGroup(tuple(range(self.num_layers)), heads, case.kv_heads, case.head_dim)
         geometry = AttentionGeometry(

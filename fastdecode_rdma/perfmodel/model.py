@@ -277,9 +277,10 @@ class ServingModel:
         return self.whole_step_s(self.layer(rows, attention_s, most_rows), rows)
 
     def whole_step_s(self, layer: LayerTimes, rows: Sequence[float]) -> float:
-        """Returns the time of a step whose layers are all like this one."""
-        heads = sum(self.dense.head_s(n) for n in rows if n > 0)
-        return self.shape.num_layers * layer.total_s + heads + self.fixed_step_s
+        """Returns the time of a step whose layers are all like this one. The head runs once, over
+        the rows of all mini-batches."""
+        head_s = self.dense.head_s(sum(rows))
+        return self.shape.num_layers * layer.total_s + head_s + self.fixed_step_s
 
     def split(self, num_seqs: float) -> list[float]:
         """Returns the rows of each mini-batch when num_seqs are split evenly."""
