@@ -198,6 +198,34 @@ def _activate(x: Tensor, activation: str) -> Tensor:
     raise ConfigError(f"unknown activation {activation!r}; expected one of {ACTIVATIONS}")
 
 
+def projection(
+    x: Tensor,  # [T, K]
+    weight: Tensor,  # [N, K]
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Returns x @ weight.T + bias, activated or gated ([gate | up]: act(gate) * up), + residual."""
+    y = functional.linear(x, weight, bias)
+    if gated:
+        gate, y = y.chunk(2, dim=-1)
+        y = (gate if activation is None else _activate(gate, activation)) * y
+    elif activation is not None:
+        y = _activate(y, activation)
+    return y if residual is None else residual + y
+
+
+def top_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the largest logits [T, count], their tokens and log(sum(exp)) [T] of logits [T, V].
+
+    Of equal logits the one of the lower token comes first.
+    """
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    return ordered[:, :count], tokens[:, :count], logits.logsumexp(-1)
+
+
 def attention(
     q: Tensor,  # [T, Hq, D], the last T of L positions
     k: Tensor,  # [L, Hkv, D]

@@ -77,7 +77,8 @@ def test_every_package_directory_is_in_the_wheel() -> None:
     present = {
         ".".join(path.parent.relative_to(CHECKOUT).parts) for path in PACKAGE.rglob("__init__.py")
     }
-    assert listed == present
+    assert (CHECKOUT / "triton_kernels" / "__init__.py").exists()
+    assert listed == present | {"fastdecode_rdma.triton_kernels"}  # a folder of its own, mapped
 
 
 def test_the_cython_folder_does_not_hide_cython() -> None:
