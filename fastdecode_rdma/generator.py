@@ -90,6 +90,9 @@ class Generator:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_waiting: int = 1024,
+        scheduler: str = "fcfs",
+        scheduler_options: Mapping[str, object] | None = None,
+        max_load_tokens: int | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         chat_template: str | None = None,
         eos_token_id: int | Sequence[int] | None = None,
@@ -119,6 +122,12 @@ class Generator:
         max_waiting: sequences of `submit` and `stream` that may wait for a seat before both refuse
             more; a request has `n` of them. Prompts of `generate` and `complete`, which submit
             as many as the batch has room for, do not count.
+        scheduler: who runs when. "fcfs": by arrival; "load_stabilizing": starts are spread so that
+            the attention load stays level; "skip_join_mlfq": short answers first, those
+            that make room are paused with their KV in place; "srpt": the least left to do, as far
+            as max_tokens tells, first.
+        scheduler_options: the policy's own, e.g. {"alpha_s": 0.3}.
+        max_load_tokens: cached tokens that one step may attend over; None: any number.
         tokenizer: another directory with a tokenizer; chat_template: another template (Jinja text).
         eos_token_id: one or more ids that end a sequence, besides those of the model's files.
         seed: makes the seeds of unseeded requests reproducible.
@@ -147,6 +156,9 @@ class Generator:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
+            scheduler=scheduler,
+            scheduler_options=scheduler_options,
+            max_load_tokens=max_load_tokens,
             num_mini_batches=num_mini_batches,
             deterministic=deterministic,
             timeout_s=timeout_s,
@@ -175,6 +187,7 @@ class Generator:
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         on_error: str = "raise",
+        priority: int | Sequence[int] = 0,
     ) -> EventStream:
         """Checks all prompts now, then returns an iterator over TokenEvents as they happen.
 
@@ -186,11 +199,12 @@ class Generator:
         params: one for all, or one per prompt; None takes `get_default_sampling_params()`.
         on_error: what a failure of one request does. "raise": the other requests run to their end,
             then the error is raised; "event": it is an event with finish_reason "error".
+        priority: one for all, or one for each prompt of a list; those with a lower one run earlier.
 
         Raises:
             ConfigError: names every bad prompt by its index; nothing was started.
         """
-        source = self._submissions(prompts, params, on_error)
+        source = self._submissions(prompts, params, on_error, priority)
         return EventStream(
             self._loop, source, lookahead=self.lookahead, raise_errors=on_error == "raise"
         )
@@ -202,13 +216,14 @@ class Generator:
         *,
         on_error: str = "raise",
         use_tqdm: bool = False,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Runs all prompts to their end; returns their results in order.
 
         Arguments and errors are those of `generate`; with on_error="event" a failed request's
         result has its `error` set.
         """
-        source = self._submissions(prompts, params, on_error)
+        source = self._submissions(prompts, params, on_error, priority)
         total = None
         if is_single_prompt(prompts):
             total = 1
@@ -228,19 +243,23 @@ class Generator:
                 collector.add(event)
         return collector.results()
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestHandle:
         """Submits one request, from any thread, and returns its handle: iterate it, wait for its
         `result`, or `cancel` it. Dropping the handle cancels, too.
 
-        prompt, params: as in `generate`, one of each.
+        prompt, params, priority: as in `generate`, one of each.
 
         Raises:
             ConfigError: the prompt or its parameters cannot be used.
             QueueFullError: `max_waiting` sequences wait for a seat already.
         """
-        return RequestHandle(self._loop, self._single(prompt, params))
+        return RequestHandle(self._loop, self._single(prompt, params, priority))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncEventStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncEventStream:
         """Submits one request and returns its events for `async for`. The request is cancelled when
         the task that waits for an event is, and when nobody refers to the stream any more. To be
         sure of it as soon as the loop is left, use a block:
@@ -250,7 +269,7 @@ class Generator:
         The text of a long prompt takes the tokenizer some milliseconds: a server that must not
         pause calls this in a thread (`await asyncio.to_thread(gen.stream, prompt)`).
         """
-        return AsyncEventStream(self._loop, self._single(prompt, params))
+        return AsyncEventStream(self._loop, self._single(prompt, params, priority))
 
     # -- scoring
 
@@ -318,21 +337,22 @@ class Generator:
         """
         return self._scorer.prompts(prompts, k, use_tqdm=use_tqdm)
 
-    def _single(self, prompt: Prompt, params: SamplingParams | None) -> MakeRequest:
+    def _single(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> MakeRequest:
         self._loop.check()
         self._loop.check_room()  # refused before the work of tokenizing
-        return self._requests.one(prompt, params)
+        return self._requests.one(prompt, params, priority)
 
     def _submissions(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
         on_error: str,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[Submission]:
         self._loop.check()
         if on_error not in ON_ERROR:
             raise ConfigError(f"on_error must be one of {ON_ERROR}, got {on_error!r}")
-        return self._requests.several(prompts, params)
+        return self._requests.several(prompts, params, priority)
 
     # -- the rest
 

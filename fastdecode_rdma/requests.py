@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from fastdecode_rdma.engine.state import Request
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.logit_rules import RuleCompiler
 from fastdecode_rdma.logprobs import check_amount
+from fastdecode_rdma.param_checks import check_int, is_integer
 from fastdecode_rdma.prompts import (
     CheckedPrompt,
     Prompt,
@@ -27,6 +29,9 @@ from fastdecode_rdma.prompts import (
 from fastdecode_rdma.sequence import SamplingParams
 from fastdecode_rdma.stream import Deliver, Fail, MakeRequest, Submission
 from fastdecode_rdma.tokenizer import Tokenizer
+
+MAX_PRIORITY = 1 << 31
+"""Priorities lie between minus this and this."""
 
 
 class RequestFactory:
@@ -58,8 +63,10 @@ class RequestFactory:
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[Submission]:
         """Checks a list at once, an iterable as it is pulled; yields what a stream submits.
+        `priority`: one for all, or one for each prompt of a list.
 
         Raises:
             ConfigError: names every bad prompt of a list by its index.
@@ -68,12 +75,13 @@ class RequestFactory:
         if not isinstance(each, (SamplingParams, Iterable)) or isinstance(each, (str, Mapping)):
             raise ConfigError(f"expected SamplingParams, got {type(each).__name__}")
         several = [prompts] if is_single_prompt(prompts) else as_iterable(prompts)
+        priorities = _priorities(priority, several)
         if not isinstance(several, Sequence):
-            return self._lazy(several, each)
+            return map(_prioritized, self._lazy(several, each), priorities)
         checked = check_all(several, each, self._encoder.encode, self._check_params)
-        return map(self._request_maker, checked)
+        return map(_prioritized, map(self._request_maker, checked), priorities)
 
-    def one(self, prompt: Prompt, params: SamplingParams | None) -> MakeRequest:
+    def one(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0) -> MakeRequest:
         """Checks one prompt.
 
         Raises:
@@ -84,7 +92,9 @@ class RequestFactory:
             raise ConfigError(f"expected SamplingParams, got {type(mine).__name__}")
         checked = CheckedPrompt(0, prompt_text(prompt), self._encoder.encode(prompt), mine)
         self._check_params(mine, checked.ids)
-        return self._request_maker(checked)
+        check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        maker = self._request_maker(checked)
+        return partial(_make_prioritized, maker, priority)
 
     def _lazy(
         self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams]
@@ -138,6 +148,35 @@ class RequestFactory:
             )
 
         return make
+
+
+def _priorities(priority: int | Sequence[int], prompts: Iterable[Prompt]) -> Iterable[int]:
+    """One for each prompt, checked."""
+    if is_integer(priority) or not isinstance(priority, Sequence) or isinstance(priority, str):
+        check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        return repeat(priority)
+    if not isinstance(prompts, Sequence):
+        raise ConfigError("a list of priorities needs a list of prompts; give one for all")
+    if len(priority) != len(prompts):
+        raise ConfigError(
+            f"got {len(prompts)} prompts and {len(priority)} priorities; give one for all or one "
+            "for each"
+        )
+    for index, each in enumerate(priority):
+        check_int(f"priority {index}", each, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+    return priority
+
+
+def _prioritized(submission: Submission, priority: int) -> Submission:
+    if not priority or isinstance(submission, tuple):
+        return submission
+    return partial(_make_prioritized, submission, priority)
+
+
+def _make_prioritized(maker: MakeRequest, priority: int, deliver: Deliver, fail: Fail) -> Request:
+    request = maker(deliver, fail)
+    request.priority = priority
+    return request
 
 
 def _make_detokenizer(

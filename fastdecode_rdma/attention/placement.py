@@ -137,6 +137,23 @@ class Placement:
             self._holdings[handle] = _Holding(chosen, each)
         return True
 
+    def fits_after(self, released: Sequence[int], handles: Sequence[int], num_tokens: int) -> bool:
+        """Says whether sequences could hold `num_tokens` each once `released` have given back
+        theirs: one that is placed on its worker, new ones together on one. Changes nothing."""
+        freed: dict[int, int] = {}
+        for handle in released:
+            given = self._holdings[handle]
+            freed[given.worker] = freed.get(given.worker, 0) + given.nbytes
+        each = self.bytes_for(num_tokens)
+        holding = self._holdings.get(handles[0])
+        if holding is not None:
+            worker = self._workers[holding.worker]
+            return each - holding.nbytes <= worker.free_bytes + freed.get(holding.worker, 0)
+        return any(
+            worker.alive and len(handles) * each <= worker.free_bytes + freed.get(index, 0)
+            for index, worker in enumerate(self._workers)
+        )
+
     def _fullness(self, index: int, needed: int) -> float:
         worker = self._workers[index]
         return (worker.used_bytes + needed) / max(1, worker.capacity_bytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fastdecode_rdma.attention.placement import Placement
 from fastdecode_rdma.config import AttentionGeometry
@@ -51,6 +52,23 @@ class CautiousPlacement(Placement):
         """As Placement's, on workers that have not just refused."""
         if self._one_by_one and self._num_admitted:
             return False
+        with self._held_out():
+            placed = super().reserve_gang(handles, num_tokens)
+        self._num_admitted += placed
+        return placed
+
+    def fits_after(self, released: Sequence[int], handles: Sequence[int], num_tokens: int) -> bool:
+        """As Placement's; new ones on workers that have not just refused."""
+        if handles[0] in self._holdings:
+            return super().fits_after(released, handles, num_tokens)
+        if self._one_by_one and self._num_admitted:
+            return False
+        with self._held_out():
+            return super().fits_after(released, handles, num_tokens)
+
+    @contextmanager
+    def _held_out(self) -> Iterator[None]:
+        """Leaves workers that have just refused out, as if they were lost."""
         held = []
         if self.is_holding():
             held = [self._workers[index] for index in self._held_until]
@@ -58,9 +76,7 @@ class CautiousPlacement(Placement):
         for worker in held:
             worker.alive = False
         try:
-            placed = super().reserve_gang(handles, num_tokens)
+            yield
         finally:
             for worker in held:
                 worker.alive = True
-        self._num_admitted += placed
-        return placed

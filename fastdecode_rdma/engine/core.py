@@ -96,7 +96,10 @@ class Engine:
         for sample_index, detokenizer in enumerate(detokenizers):
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             prompt_len = len(request.prompt_ids)
-            job = Job(handle, prompt_len, prompt_len, request.max_tokens, handle, request.is_single)
+            job = Job(
+                handle, prompt_len, prompt_len, request.max_tokens, handle,
+                request.is_single, request.priority,
+            )  # fmt: skip
             seq = LiveSequence(handle, request, sample_index, job, detokenizer)
             self._live[handle] = seq
             request.sequences.append(seq)

@@ -13,6 +13,7 @@ from typing import Any
 from fastdecode_rdma.config import NUM_DECODE_TABLES, dtype_name, kv_dtype_name, quantization_name
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.param_checks import eos_ids, explain_unknown, is_integer
+from fastdecode_rdma.scheduler import check_policy
 from fastdecode_rdma.transport.address import PLANES, require_plane
 
 RENAMED = {
@@ -27,6 +28,8 @@ RENAMED = {
     "device_map": "device",
     "stop_token_ids": "eos_token_id",
     "timeout": "timeout_s",
+    "scheduling_policy": "scheduler",
+    "policy": "scheduler",
 }
 """Names of other libraries, and ours."""
 
@@ -85,6 +88,9 @@ class GeneratorOptions:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_waiting: int = 1024
+    scheduler: str = "fcfs"
+    scheduler_options: Mapping[str, object] | None = None
+    max_load_tokens: int | None = None
     num_mini_batches: int | str = "auto"
     deterministic: bool = False
     timeout_s: float = 30.0
@@ -96,9 +102,10 @@ class GeneratorOptions:
             ("max_num_seqs", 1, 1 << 16),
             ("max_num_batched_tokens", 1, 1 << 24),
             ("max_waiting", 1, 1 << 24),
+            ("max_load_tokens", 1, 1 << 40),
         ):
             value = getattr(self, name)
-            if value is None and name == "max_model_len":
+            if value is None and name in ("max_model_len", "max_load_tokens"):
                 continue
             if not is_integer(value) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
@@ -124,6 +131,7 @@ class GeneratorOptions:
                 raise ConfigError(
                     "token_file is for workers: give their addresses, too, or leave it out"
                 )
+        self._check_scheduler()
         self._check_require()
         self._check_profile()
         if self.device not in (None, "cpu"):
@@ -139,6 +147,14 @@ class GeneratorOptions:
             kv_dtype_name(self.kv_cache_dtype)
         quantization_name(self.quantization)
         object.__setattr__(self, "eos_token_id", _eos_ids(self.eos_token_id))
+
+    def _check_scheduler(self) -> None:
+        own = self.scheduler_options
+        if own is not None and not isinstance(own, Mapping):
+            raise ConfigError(
+                f"scheduler_options must be a mapping of names and values, got {type(own).__name__}"
+            )
+        check_policy(self.scheduler, own)
 
     def _check_require(self) -> None:
         if self.require is None:

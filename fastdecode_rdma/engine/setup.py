@@ -12,6 +12,7 @@ import torch
 
 from fastdecode_rdma.attention.backend import AttentionBackend, WorkerLink
 from fastdecode_rdma.attention.local import LocalWorker
+from fastdecode_rdma.attention.placement import BLOCK_TOKENS
 from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker, open_sessions
 from fastdecode_rdma.config import AttentionGeometry, kv_dtype_name
 from fastdecode_rdma.engine.admission import CautiousPlacement
@@ -197,11 +198,14 @@ def _assemble(
         logger.warning(notes[-1])
         max_model_len = longest
     scheduler = make_scheduler(
-        "fcfs",
+        options.scheduler,
         SchedulerOptions(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            max_load_tokens=options.max_load_tokens,
+            block_tokens=BLOCK_TOKENS,
         ),
+        options.scheduler_options,
     )
     engine = Engine(
         model,

@@ -60,6 +60,7 @@ class Request:
     make_detokenizer: Callable[[], IncrementalDetokenizer | None]
     deliver: Callable[[list[TokenEvent]], None]
     fail: Callable[[int, FastDecodeError], None]
+    priority: int = 0  # a lower one is run earlier
     is_single: bool = False  # it came by itself: `max_waiting` bounds those
     rules: LogitRules | None = None  # what its parameters do to logits, if anything
     sequences: list[LiveSequence] = field(default_factory=list)

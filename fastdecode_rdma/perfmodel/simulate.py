@@ -16,7 +16,7 @@ from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.perfmodel.model import ServingModel
 from fastdecode_rdma.perfmodel.planner import BLOCK_TOKENS
 from fastdecode_rdma.perfmodel.traces import Request
-from fastdecode_rdma.scheduler import Job, Scheduler, SchedulerOptions, StepPlan
+from fastdecode_rdma.scheduler import Costs, Job, Scheduler, SchedulerOptions, StepPlan
 
 MakeScheduler = Callable[[SchedulerOptions], Scheduler]
 MAX_IDLE_STEPS = 10_000
@@ -67,6 +67,17 @@ class SimulatedRoom:
             self.worker[handle] = worker
             self._take(handle, worker, blocks)
         return True
+
+    def fits_after(self, released: Sequence[int], handles: Sequence[int], num_tokens: int) -> bool:
+        """Whether `handles` could hold num_tokens each once `released` have given back theirs."""
+        free = self._free.copy()
+        for handle in released:
+            free[self.worker[handle]] += self._blocks[handle]
+        blocks = -(-num_tokens // BLOCK_TOKENS)
+        worker = self.worker[handles[0]]
+        if worker >= 0:
+            return bool(blocks - self._blocks[handles[0]] <= free[worker])
+        return bool((free >= blocks * len(handles)).any())
 
     def _take(self, handle: int, worker: int, blocks: int) -> None:
         self._free[worker] -= blocks
@@ -125,7 +136,8 @@ class Outcome:
 
 
 class Simulation:
-    """One run. `limits`: as SchedulerOptions, whose clock and costs are the simulation's own."""
+    """One run. Limits are those of SchedulerOptions; its clock is the simulation's. costs: what the
+    policy is told instead of the model's own predictions."""
 
     def __init__(
         self,
@@ -136,13 +148,15 @@ class Simulation:
         max_num_seqs: int,
         max_num_batched_tokens: int = 2048,
         max_load_tokens: int | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self.now_s = 0.0
         self.model = model
         self.policy = make(
             SchedulerOptions(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                max_load_tokens=max_load_tokens, clock=lambda: self.now_s, costs=model,
+                max_load_tokens=max_load_tokens, clock=lambda: self.now_s, costs=costs or model,
+                block_tokens=BLOCK_TOKENS,
             )
         )  # fmt: skip
         count = len(requests)
@@ -154,7 +168,9 @@ class Simulation:
         self._tokens = np.array([request.prompt_len for request in requests], np.int64)
         self._ends = self._tokens + [request.output_len for request in requests]
         self._minibatch = np.zeros(count, np.int64)
-        self._members = [0] * model.num_minibatches
+        # [mini-batches, workers]: every worker serves all mini-batches alike
+        self._members = np.zeros((model.num_minibatches, len(model.workers)), np.int64)
+        self._home = np.zeros(count, np.int64)  # worker, as long as it counts there
         self.outcome = Outcome(list(requests), np.full(count, np.nan), np.full(count, np.nan))
         longest = int(self._ends.max(initial=0)) + 1
         if longest > self.room.most_tokens:
@@ -179,7 +195,7 @@ class Simulation:
                 arrived += 1
             plan = policy.schedule(self.room)
             for handle in plan.preempted:
-                self._members[self._minibatch[handle]] -= 1
+                self._leave(handle)
             self.outcome.num_preemptions += len(plan.preempted)
             if not (plan.decode or plan.prefill):
                 idle += 1
@@ -221,14 +237,20 @@ class Simulation:
             self.outcome.finish_s[handle] = self.now_s
             self.policy.remove(handle)
             self.room.release(handle)
-            self._members[self._minibatch[handle]] -= 1
+            self._leave(handle)
 
     def _place(self, started: Sequence[int]) -> None:
-        """Puts new sequences into the mini-batches with the fewest."""
+        """Puts new sequences into the mini-batch with the fewest: on their worker, then in all."""
+        totals = self._members.sum(1)
         for handle in started:
-            smallest = min(range(len(self._members)), key=self._members.__getitem__)
-            self._minibatch[handle] = smallest
-            self._members[smallest] += 1
+            worker = self.room.worker[handle]
+            fewest = int(np.lexsort((totals, self._members[:, worker]))[0])
+            self._minibatch[handle], self._home[handle] = fewest, worker
+            self._members[fewest, worker] += 1
+            totals[fewest] += 1
+
+    def _leave(self, handle: int) -> None:
+        self._members[self._minibatch[handle], self._home[handle]] -= 1
 
     def _decode_s(self, decode: np.ndarray) -> tuple[float, int]:
         """Predicted seconds, and cached tokens, of the sequences that decode."""

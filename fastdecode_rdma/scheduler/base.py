@@ -34,7 +34,8 @@ class SchedulerOptions:
     prompt that is longer by itself goes alone. max_load_tokens: cached tokens that decode in one
     step, paused jobs not counted (the load limit W_lim); None is no limit; a job that is longer by
     itself goes alone. clock: seconds, from any origin; a simulator passes its own. costs: None lets
-    a policy that needs them learn them from what `Scheduler.observe` is told.
+    a policy that needs them learn them from what `Scheduler.observe` is told. block_tokens: tokens
+    in which the cache is booked: room for one token of a block is room for all.
     """
 
     max_num_seqs: int
@@ -42,9 +43,10 @@ class SchedulerOptions:
     max_load_tokens: int | None = None
     clock: Callable[[], float] = time.monotonic
     costs: Costs | None = None
+    block_tokens: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_load_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_load_tokens", "block_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -95,6 +97,10 @@ class CacheRoom(Protocol):
 
     def release(self, handle: int) -> None:
         """Gives back all that `handle` had reserved."""
+
+    def fits_after(self, released: Sequence[int], handles: Sequence[int], num_tokens: int) -> bool:
+        """Whether `handles` could hold num_tokens each once `released` have given back theirs: one
+        that holds cache where it is, new ones together on a worker. Changes nothing."""
 
 
 class Scheduler(ABC):
@@ -155,4 +161,9 @@ class Scheduler(ABC):
     @property
     def num_paused(self) -> int:
         """Those among them that the last step left out."""
+        return 0
+
+    @property
+    def num_paused_total(self) -> int:
+        """The same, summed over all steps."""
         return 0

@@ -30,11 +30,15 @@ class TokenRoom:
         return self.reserve_gang([handle], num_tokens)
 
     def reserve_gang(self, handles: Sequence[int], num_tokens: int) -> bool:
-        others = sum(n for handle, n in self.held.items() if handle not in handles)
-        if others + len(handles) * num_tokens > self.capacity:
+        if not self.fits_after([], handles, num_tokens):
             return False
         self.held.update(dict.fromkeys(handles, num_tokens))
         return True
+
+    def fits_after(self, released: Sequence[int], handles: Sequence[int], num_tokens: int) -> bool:
+        gone = {*released, *handles}
+        others = sum(n for handle, n in self.held.items() if handle not in gone)
+        return others + len(handles) * num_tokens <= self.capacity
 
     def release(self, handle: int) -> None:
         self.held.pop(handle, None)
@@ -138,7 +142,7 @@ def test_everything_that_fits_alone_finishes(
             break
         plan = policy.schedule(room)
         assert sum(room.held.values()) <= capacity
-        waiting = [each.handle for gang in policy._waiting for each in gang]
+        waiting = [each.handle for gang in policy._waiting.entries for each in gang.jobs]
         assert policy.num_waiting_single == sum(handle % 2 for handle in waiting)
         started = [handle for gang in plan.prefill for handle in gang]
         assert not set(started) & set(plan.decode) and len(plan.decode) + len(started) <= seats
