@@ -26,7 +26,7 @@ cdef extern from "verbs_queue.h" nogil:
         pass
     struct ibv_device_attr:
         uint64_t max_mr_size
-        int max_qp_wr, max_cqe, max_mr, max_qp
+        int max_qp_wr, max_cqe, max_mr, max_qp, max_qp_rd_atom
     struct ibv_port_attr:
         ibv_mtu active_mtu
         ibv_port_state state
@@ -44,7 +44,8 @@ cdef extern from "verbs_queue.h" nogil:
         ibv_comp_channel *channel
         char *slots
         uint32_t slot_bytes, max_inline
-        char route[112]
+        uint8_t reads
+        char route[192]
     ctypedef struct verbs_route:
         uint32_t dest_qp, rq_psn, sq_psn, rkey
         uint64_t remote
@@ -109,9 +110,16 @@ cdef class VerbsQueue:
         return <int>found.active_mtu
 
     def make(self, *, size_t memory, size_t nbytes, size_t slots, uint32_t slot_bytes,
-             uint32_t depth, uint32_t receives, uint32_t max_inline):
-        """Registers the memory and makes the queues."""
+             uint32_t depth, uint32_t receives, uint32_t max_inline, uint8_t reads=0):
+        """Registers the memory and makes the queues. `reads`: that may be under way at once, as far
+        as the device allows; a queue pair with any is a benchmark's, which posts its receives."""
         cdef const char *doing = ""
+        cdef ibv_device_attr found
+        if reads:
+            error = ibv_query_device(self.q.context, &found)
+            if error:
+                fail(error, "asking the RDMA device for its limits")
+            self.q.reads = max(1, min(reads, found.max_qp_rd_atom))
         self.q.slots, self.q.slot_bytes = <char *>slots, slot_bytes
         self.receives = receives
         error = verbs_make(self.q, <void *>memory, nbytes, depth, receives, max_inline, &doing)
@@ -161,7 +169,7 @@ cdef class VerbsQueue:
 
     def explain(self, int status):
         """Returns what the status of a failed completion means."""
-        cdef char text[256]
+        cdef char text[320]
         verbs_explain(self.q, status, text, sizeof(text))
         return text.decode(errors="replace")
 
@@ -189,3 +197,6 @@ cdef class VerbsQueue:
     def close(self):
         """Ends the queue pair, then the registration. Idempotent."""
         verbs_close(self.q)
+
+
+include "verbs_bench.pxi"

@@ -10,7 +10,7 @@
 
 #include "rdma_queue.h"
 
-enum { VERBS_ROUTE = 112, VERBS_BATCH = 16 };
+enum { VERBS_ROUTE = 192, VERBS_BATCH = 16 };
 
 static const uint64_t VERBS_RECEIVE = UINT64_MAX; /* wr_id of a receive; that of a write is its count */
 
@@ -23,6 +23,7 @@ typedef struct {
     struct ibv_qp *qp;
     char *slots; /* that we write from */
     uint32_t slot_bytes, max_inline;
+    uint8_t reads;   /* that may be under way: for benchmarks, which post receives themselves */
     uint64_t remote; /* the peer's slots that we write to */
     uint32_t rkey;
     char route[VERBS_ROUTE]; /* for messages */
@@ -165,7 +166,8 @@ static int verbs_make(verbs_queue *q, void *memory, size_t nbytes, uint32_t dept
     *doing = "making a protection domain";
     if (!(q->pd = ibv_alloc_pd(q->context))) return errno;
     *doing = "registering memory";
-    if (!(q->mr = ibv_reg_mr(q->pd, memory, nbytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE))) return errno;
+    int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (q->reads ? IBV_ACCESS_REMOTE_READ : 0);
+    if (!(q->mr = ibv_reg_mr(q->pd, memory, nbytes, access))) return errno;
     *doing = "making a completion channel";
     if (!(q->channel = ibv_create_comp_channel(q->context))) return errno;
     if (fcntl(q->channel->fd, F_SETFL, O_NONBLOCK)) return errno;
@@ -180,7 +182,7 @@ static int verbs_init(verbs_queue *q, const verbs_route *r) {
         .qp_state = IBV_QPS_INIT,
         .pkey_index = (uint16_t)r->pkey_index,
         .port_num = (uint8_t)r->port,
-        .qp_access_flags = IBV_ACCESS_REMOTE_WRITE,
+        .qp_access_flags = IBV_ACCESS_REMOTE_WRITE | (q->reads ? IBV_ACCESS_REMOTE_READ : 0),
     };
     return ibv_modify_qp(q->qp, &attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
@@ -191,7 +193,7 @@ static int verbs_rtr(verbs_queue *q, const verbs_route *r) {
         .path_mtu = (enum ibv_mtu)r->mtu,
         .dest_qp_num = r->dest_qp,
         .rq_psn = r->rq_psn,
-        .max_dest_rd_atomic = 1,
+        .max_dest_rd_atomic = q->reads ? q->reads : 1,
         .min_rnr_timer = 12,
     };
     struct ibv_ah_attr *path = &attributes.ah_attr;
@@ -209,15 +211,16 @@ static int verbs_rtr(verbs_queue *q, const verbs_route *r) {
 }
 
 /* retry_cnt 7 would be for ever on some devices; the caller never asks for it. Receives are always there
- * before a write, so rnr_retry only covers a peer that is slow to post its first ones. */
+ * before a write, so rnr_retry only covers a peer that is slow to post its first ones; a benchmark's may be
+ * slower than what is sent to it, so there it is for ever, and the loops give up. */
 static int verbs_rts(verbs_queue *q, const verbs_route *r) {
     struct ibv_qp_attr attributes = {
         .qp_state = IBV_QPS_RTS,
         .sq_psn = r->sq_psn,
-        .max_rd_atomic = 1,
+        .max_rd_atomic = q->reads ? q->reads : 1,
         .timeout = (uint8_t)r->timeout,
         .retry_cnt = (uint8_t)r->retry,
-        .rnr_retry = 6,
+        .rnr_retry = q->reads ? 7 : 6,
     };
     return ibv_modify_qp(q->qp, &attributes,
                          IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_TIMEOUT |
@@ -232,7 +235,7 @@ static int verbs_connect(verbs_queue *q, const verbs_route *r, uint32_t receives
     int error = verbs_init(q, r);
     if (error) return error;
     *doing = "posting receives";
-    if ((error = verbs_receive(q, receives))) return error;
+    if (!q->reads && (error = verbs_receive(q, receives))) return error;
     *doing = "bringing the queue pair to RTR";
     if ((error = verbs_rtr(q, r))) return error;
     *doing = "bringing the queue pair to RTS";

@@ -26,12 +26,6 @@ _TCP_COUNTERS = {  # name -> (offset in struct tcp_info of linux/tcp.h, layout)
     "tcp_reordered": (220, "I"),
     "tcp_out_of_order": (224, "I"),
 }
-_RDMA_TRAFFIC = (
-    "port_xmit_data", "port_rcv_data", "packets", "port_xmit_wait", "_pkts", "rdma_sends",
-    "rdma_recvs",
-)  # fmt: skip
-"""Counters that move with every transfer."""
-
 
 def _text(path: Path) -> str:
     try:
@@ -126,13 +120,13 @@ def tcp_counters(fd: int) -> dict[str, int]:
 
 
 def rdma_counters(root: Path = Path("/")) -> dict[str, int]:
-    """Returns the counters of all RDMA ports, as `device/port name`, but those of mere traffic."""
+    """Returns the counters and hw_counters of all RDMA ports, as `device/port name`."""
     found: dict[str, int] = {}
     for folder in sorted((root / "sys/class/infiniband").glob("*/ports/*/*counters")):
         port = f"{folder.parts[-4]}/{folder.parts[-2]}"
         for file in sorted(folder.iterdir()):
             value = _text(file)
-            if value.isdecimal() and not any(word in file.name for word in _RDMA_TRAFFIC):
+            if value.isdecimal():
                 found[f"{port} {file.name}"] = int(value)
     return found
 

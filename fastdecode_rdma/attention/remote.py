@@ -13,7 +13,7 @@ from fastdecode_rdma.attention.control import ControlLink
 from fastdecode_rdma.attention.heartbeat import Heartbeats
 from fastdecode_rdma.config import AttentionGeometry
 from fastdecode_rdma.errors import ConfigError, RemoteProtocolError
-from fastdecode_rdma.transport import open_transport, planes_of, why_not
+from fastdecode_rdma.transport import is_expected, open_transport, planes_of, why_not
 from fastdecode_rdma.transport.address import Address, parse_url
 from fastdecode_rdma.transport.base import (
     Attempt,
@@ -75,7 +75,8 @@ class RemoteWorker(WorkerLink):
                 link = BlockingConnection(sock, conn, peer=str(address), timeout_s=timeout_s)
                 offers = _greet(link, ask=planes != ["tcp"])
                 while reason := why_not(planes[0], address, offers):
-                    _give_up(planes, reasons, reason, address)
+                    said = is_expected(planes[0], offers)
+                    _give_up(planes, reasons, reason, address, is_news=said)
                 offer = offers.get(planes[0], b"")
                 ask = opening or usual_opening(geometry, address)
                 opened = _open_session(link, ask(planes[0]))
@@ -92,9 +93,10 @@ class RemoteWorker(WorkerLink):
                 if error.try_again:
                     attempt = replace(attempt, failed=(*attempt.failed, reason))
                     continue
-                _give_up(planes, reasons, "; ".join((*attempt.failed, reason)), address)
+                _give_up(
+                    planes, reasons, "; ".join((*attempt.failed, reason)), address, is_news=True
+                )
                 attempt = Attempt(worker_index)
-                logger.warning("%s: goes on over %s: %s", address, planes[0], reasons[-1])
             except BaseException:
                 sock.close()
                 raise
@@ -176,8 +178,11 @@ def _open_plane(
         raise
 
 
-def _give_up(planes: list[str], reasons: list[str], reason: str, address: Address) -> None:
-    """Takes the first plane out, in place; the next one's turn is next.
+def _give_up(
+    planes: list[str], reasons: list[str], reason: str, address: Address, *, is_news: bool
+) -> None:
+    """Takes the first plane out, in place; the next one's turn is next. `is_news`: whoever set
+    these machines up would have expected this plane.
 
     Raises:
         PlaneUnavailable: there is none left.
@@ -185,6 +190,9 @@ def _give_up(planes: list[str], reasons: list[str], reason: str, address: Addres
     reasons.append(f"{planes.pop(0)}: {reason}")
     if not planes:
         raise PlaneUnavailable(f"{address}: {reason}")
+    level = logging.WARNING if is_news else logging.INFO
+    text = "%s: goes on over %s: %s; `fastdecode doctor` says what is here and what is missing"
+    logger.log(level, text, address, planes[0], reasons[-1])
 
 
 def _info(

@@ -42,10 +42,14 @@ class Result:
 class Bench:
     """Runs the cases in turn and prints as it goes."""
 
-    def __init__(self, settings: Settings, *, may_skip: bool, token: bytes | None) -> None:
+    def __init__(
+        self, settings: Settings, *, skips_planes: bool, skips_kinds: bool, token: bytes | None
+    ) -> None:
+        """`skips_...`: what cannot be measured is said and left out, as nobody named it."""
         self.settings = settings
         self.result = Result()
-        self._may_skip = may_skip
+        self._skips_planes = skips_planes
+        self._skips_kinds = skips_kinds
         self._token = token
         self._heartbeats = Heartbeats()
 
@@ -61,8 +65,8 @@ class Bench:
                 with self._peers(case, max(sizes)) as peers:
                     self._run_case(case, peers, sizes)
             except PlaneUnavailable as error:
-                if not self._may_skip:  # it was asked for by name
-                    raise
+                if not (self._skips_planes or (case.is_bare and self._skips_kinds)):
+                    raise  # it was asked for by name
                 text = f"{case.plane} {case.kind} {case.test}: {error}"
                 self.result.skipped.append(text)
                 print(f" not measured: {text}", flush=True)
@@ -85,6 +89,8 @@ class Bench:
                         token=self._token,
                         force=settings.force,
                         timeout_s=settings.timeout_s,
+                        events=settings.events,
+                        bare_kind=case.kind if case.is_bare else "",
                     )
                     peers[-1].append(peer)
             yield peers
@@ -160,8 +166,14 @@ class Bench:
             settings.num_iters(case.test, nbytes),
             settings.num_warm_up(nbytes),
             settings.duration_s,
-            depth=min(settings.tx_depth, everyone[0].num_slots),
+            depth=settings.tx_depth
+            if case.is_bare
+            else min(settings.tx_depth, everyone[0].num_slots),
             check=settings.check,
+            kind=case.kind,
+            post_list=settings.post_list if case.test == "bandwidth" else 1,
+            cq_mod=settings.cq_mod,
+            events=settings.events,
         )
         outcomes = at_once(everyone, lambda peer: peer.measure(what), timeout_s=settings.timeout_s)
         for peer, outcome in zip(everyone, outcomes, strict=True):
@@ -171,7 +183,7 @@ class Bench:
                 Latency.of(nbytes, outcome.done, outcome.times_ns, is_half=case.is_half)
                 for outcome in outcomes
             ]
-        directions = 2 if case.mode == "pingpong" else 1
+        directions = 2 if case.mode in ("pingpong", "both_ways") else 1
         rows = [
             Bandwidth.of(nbytes, o.done, o.elapsed_s, peak=o.peak, directions=directions)
             for o in outcomes
@@ -225,8 +237,15 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     report.check_plot(args.plot)
     if settings.compare:
-        perftest.check_installed({case.test for case in settings.cases if case.plane == "rdma"})
-    bench = Bench(settings, may_skip=args.plane is None, token=find_token(args.token_file))
+        perftest.check_installed(
+            {perftest.tool_of(case) for case in settings.cases if case.plane == "rdma"}
+        )
+    bench = Bench(
+        settings,
+        skips_planes=args.plane is None,
+        skips_kinds=args.kind is None,
+        token=find_token(args.token_file),
+    )
     error: str | None = "interrupted"
     try:
         with messages_on_stderr():

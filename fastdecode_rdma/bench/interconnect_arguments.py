@@ -34,7 +34,11 @@ def _number(metavar: str = "N", **more: Any) -> dict[str, Any]:
 
 _WHAT: Rows = (
     ("--plane", {"metavar": "NAME,..."}, "tcp, shm, rdma (default: what is there)"),
-    ("--kind", {"metavar": "NAME,..."}, "send (tcp), write (shm), write_imm (rdma), read"),
+    (
+        "--kind",
+        {"metavar": "NAME,..."},
+        "tcp: send, read; shm: write, read; rdma: write_imm (our frames), bare write, send, read",
+    ),
     (
         "--test",
         {"metavar": "NAME,...", "default": "latency,bandwidth"},
@@ -53,7 +57,7 @@ _MESSAGES: Rows = (
     ("--tx-depth", _number(default=128), "messages under way, bandwidth (%(default)s)"),
     ("--qp", _number(default=1), "connections (rdma: queue pairs) per worker, bandwidth (1)"),
     ("--bidirectional", _ON, "bandwidth: both ways at once"),
-    ("--check", _ON, "compare every byte (slower)"),
+    ("--check", _ON, "compare every byte (slower); of bare verbs, the last message's"),
     ("--events", _ON, "sleep until there is news, never spin (shm, rdma)"),
 )
 _OUTPUT: Rows = (
@@ -102,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
     rdma: Rows = (
         *((flag, {"metavar": "VALUE"}, text) for flag, (_, text) in RDMA_FLAGS.items()),
-        ("--post-list", _number(), "requests per posting: 1, as each tells how far we are"),
+        ("--post-list", _number(), "requests per posting of write, send, read, bandwidth (1)"),
     )
     for title, rows in (
         ("what to measure", _WHAT), ("messages", _MESSAGES), ("rdma only", rdma), ("", _OUTPUT),

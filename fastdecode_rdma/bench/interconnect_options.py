@@ -12,7 +12,10 @@ from fastdecode_rdma.command_line import split_workers
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.transport import planes_of
 from fastdecode_rdma.transport.address import Address, parse_url, require_plane
+from fastdecode_rdma.transport.rdma_wish import Wish
 
+MAX_POST_LIST = 64
+BARE_KINDS = {"write", "send", "read"}
 DEFAULT_BYTES = {"latency": 2, "bandwidth": 65536}
 DEFAULT_ITERS = {"latency": 1000, "bandwidth": 5000}
 MOST_BYTES = 1 << 30
@@ -32,13 +35,17 @@ class PlaneKinds:
 
 _THERE_AND_BACK = ("ping", "stream", "pingpong")
 _ASKED_FOR = ("read", "reads", None)
+_BARE = ("latency", "bandwidth", "both_ways")
 PLANES: dict[str, PlaneKinds] = {
     "shm": PlaneKinds({"write": _THERE_AND_BACK, "read": _ASKED_FOR}),
-    "rdma": PlaneKinds({"write_imm": _THERE_AND_BACK}),
+    "rdma": PlaneKinds(
+        {"write_imm": _THERE_AND_BACK, "write": _BARE, "send": _BARE, "read": (*_BARE[:2], None)}
+    ),
     "tcp": PlaneKinds({"send": _THERE_AND_BACK, "read": _ASKED_FOR}),
 }
-"""Every transport is here (a test compares). shm and rdma write into the peer's slots, tcp sends;
-a read is a short request and what it asked for."""
+"""Every transport is here (a test compares). shm and rdma's write_imm write into the peer's slots,
+tcp sends; a read is a short request and what it asked for. write, send and read of rdma are the
+verbs themselves, over a queue pair of their own, as perftest measures them."""
 
 RDMA_OPTIONS = {flag[2:].replace("-", "_"): name for flag, (name, _) in RDMA_FLAGS.items()}
 
@@ -56,7 +63,12 @@ class Case:
     @property
     def is_half(self) -> bool:
         """Whether latency is half the round trip: there and back is two messages."""
-        return self.mode == "ping"
+        return self.mode == "ping" or (self.mode == "latency" and self.kind != "read")
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the verbs themselves that are measured, beside the plane."""
+        return self.mode in _BARE
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,9 @@ class Settings:
     force: bool
     report: str
     timeout_s: float
+    post_list: int = 1
+    cq_mod: int = 16
+    events: bool = False
 
     def num_iters(self, test: str, nbytes: int) -> int:
         """Returns messages of one size; 0: as many as there is time for."""
@@ -176,11 +191,6 @@ def _check_planes(args: argparse.Namespace, planes: Sequence[str]) -> None:
         ConfigError: one does not.
     """
     if "rdma" in planes:
-        if args.post_list not in (None, 1):
-            raise ConfigError(
-                "--post-list must be 1: a frame carries the credits of the moment it is posted at, "
-                f"got {args.post_list}"
-            )
         return
     names = [name for name in (*RDMA_OPTIONS, "post_list", "compare") if getattr(args, name)]
     if names:
@@ -203,6 +213,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.plane is not None:
         planes = _names(args.plane, "--plane", list(PLANES))
     _check_planes(args, planes)
+    post_list = _post_list(args)
     if args.iters is not None and args.duration is not None:
         raise ConfigError("--iters and --duration exclude each other")
     if args.duration is not None and not 0 < args.duration <= 86400:
@@ -223,7 +234,22 @@ def settings_of(args: argparse.Namespace) -> Settings:
         force=args.force,
         report=args.report,
         timeout_s=args.timeout,
+        post_list=post_list,
+        cq_mod=int(args.cq_mod or Wish.cq_mod),  # _url has checked it
+        events=args.events,
     )
+
+
+def _post_list(args: argparse.Namespace) -> int:
+    """How many requests are posted at once."""
+    most = min(MAX_POST_LIST, args.tx_depth)
+    count = whole(args.post_list, "--post-list", 1, most) or 1
+    if count > 1 and args.kind is not None and not set(args.kind.split(",")) & BARE_KINDS:
+        raise ConfigError(
+            "--post-list must be 1 for write_imm: a frame carries the credits of the moment it is "
+            f"posted at, got {count}"
+        )
+    return count
 
 
 def _cases(
@@ -239,6 +265,8 @@ def _cases(
             if args.bidirectional and both_ways is None and args.kind is not None:
                 raise ConfigError(f"--bidirectional: a {kind} over {plane} goes one way")
             modes = {"latency": ping, "bandwidth": both_ways if args.bidirectional else stream}
+            if args.events and kind == "write" and plane == "rdma":
+                modes["latency"] = None  # a written message has no event, only memory that changes
             cases += [
                 Case(plane, kind, test, mode, urls)
                 for test in tests

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -16,10 +18,14 @@ from fastdecode_rdma import host_facts
 from fastdecode_rdma.attention.heartbeat import Heartbeats
 from fastdecode_rdma.attention.remote import RemoteWorker
 from fastdecode_rdma.config import AttentionGeometry, KVGroup
-from fastdecode_rdma.transport._pump import Pump, bench_port, stream_fd
+from fastdecode_rdma.errors import TransportError
+from fastdecode_rdma.transport._pump import Pump, bench_port, set_spin_ns, stream_fd
 from fastdecode_rdma.transport.base import BULK_BYTES, FrameSizes
 from fastdecode_rdma.wire.frame import FrameKind, pack_range
 from fastdecode_rdma.wire.messages import OpenBench, SlotPlan
+
+if TYPE_CHECKING:
+    from fastdecode_rdma.bench.interconnect_bare import BarePeer
 
 ROW_BYTES = 768
 """Of the geometry that stands for messages: one head of 64 elements, q, k and v in fp32."""
@@ -47,7 +53,8 @@ def slots_for(nbytes: int, depth: int) -> int:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What bench_port is asked for. `mode`: ping, read, stream, pingpong or reads."""
+    """What bench_port is asked for. `mode`: ping, read, stream, pingpong or reads; of a bare queue
+    pair latency, bandwidth or both_ways, and what follows `check` means something to it alone."""
 
     mode: str
     nbytes: int
@@ -56,6 +63,10 @@ class Measurement:
     duration_s: float = 0.0
     depth: int = 1
     check: bool = False
+    kind: str = ""
+    post_list: int = 1
+    cq_mod: int = 16
+    events: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,15 @@ class Peer:
         token: bytes | None = None,
         force: bool = False,
         timeout_s: float,
+        events: bool = False,
+        bare_kind: str = "",
     ) -> None:
-        """Raises: as RemoteWorker.connect."""
+        """`events`: sleep until there is news. `bare_kind`: messages go over a bare queue pair, by
+        write, send or read.
+
+        Raises: as RemoteWorker.connect, and as BarePeer.
+        """
+        bare_depth, depth = depth, 2 if bare_kind else depth
         geometry = message_geometry(max_bytes)
         sizes = FrameSizes.of(geometry)
         self.num_slots = slots_for(max_bytes, depth)
@@ -105,6 +123,24 @@ class Peer:
         os.set_blocking(self.fd, True)  # the loops wait in the kernel, without a poll
         self._send = np.zeros(max_bytes, np.uint8)
         self._recv = np.zeros(max_bytes, np.uint8)
+        self._timeout_s = timeout_s
+        self._given_up = ""
+        if events and self.plane == "rdma":
+            set_spin_ns(self.pump, self.port, 0)
+        self._bare: BarePeer | None = None
+        if bare_kind:
+            try:
+                self._bare = self._open_bare(bare_kind, max_bytes, bare_depth)
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_bare(self, kind: str, max_bytes: int, depth: int) -> BarePeer:
+        bare = import_module("fastdecode_rdma.bench.interconnect_bare")
+        return bare.BarePeer(
+            self.name, self.worker.transport, self.pump, self.port, kind,
+            max_bytes=max_bytes, depth=depth,
+        )  # fmt: skip
 
     @property
     def fd(self) -> int:
@@ -117,9 +153,35 @@ class Peer:
         Raises:
             WorkerLostError: the connection broke.
         """
+        run = self._run if self._bare is None else self._run_bare
         if what.warm_up:
-            self._run(what, iterations=what.warm_up, max_ns=0)
-        return self._run(what, iterations=what.iterations, max_ns=int(what.duration_s * 1e9))
+            run(what, iterations=what.warm_up, max_ns=0)
+        return run(what, iterations=what.iterations, max_ns=int(what.duration_s * 1e9))
+
+    def _run_bare(self, what: Measurement, *, iterations: int, max_ns: int) -> Outcome:
+        bare = import_module("fastdecode_rdma.transport.rdma_bare")
+        is_latency = what.mode == "latency"
+        kept = min(iterations or TIMES_KEPT, TIMES_KEPT) if is_latency else 1
+        times = np.zeros(kept, np.uint64)
+        run = bare.BareRun(
+            what.kind, what.mode, what.nbytes, iterations, max_ns, what.depth, what.post_list,
+            min(what.cq_mod, what.depth), what.events, what.check, int(self._timeout_s * 1e9),
+        )  # fmt: skip
+        try:
+            ours, theirs = self._bare.measure(run, times)
+        except TransportError as error:
+            if error.errno != errno.ECANCELED:
+                raise
+            raise TransportError(f"{self.name}: {self._given_up}") from error
+        elapsed_s, peak = max(1, ours.elapsed_ns) / 1e9, ours.peak
+        if what.mode == "both_ways" and theirs.done:  # each end has timed its own
+            rate = ours.done / elapsed_s + theirs.done / max(1, theirs.elapsed_ns) * 1e9
+            elapsed_s, peak = 2 * ours.done / rate, (ours.peak + theirs.peak) / 2
+        wrong = ours.bad_place or theirs.bad_place
+        return Outcome(
+            ours.done, elapsed_s, peak * 1e9, times[: min(ours.done, kept)] if is_latency else
+            times[:0], int(wrong > 0), wrong,
+        )  # fmt: skip
 
     def _run(self, what: Measurement, *, iterations: int, max_ns: int) -> Outcome:
         is_latency = what.mode in ("ping", "read")
@@ -147,14 +209,20 @@ class Peer:
     def progress(self) -> int:
         """Moves whenever bytes do; callable from any thread."""
         stats = self.pump.stats(self.port)
-        return int(stats["messages"] + stats["bytes_sent"] + stats["bytes_received"])
+        bare = 0 if self._bare is None else self._bare.progress
+        return int(stats["messages"] + stats["bytes_sent"] + stats["bytes_received"]) + bare
 
     def give_up(self, reason: str) -> None:
         """Ends what runs, from any thread."""
+        self._given_up = reason
+        if self._bare is not None:
+            self._bare.stop()
         self.pump.mark_lost(self.port, reason)
 
     def close(self) -> None:
         """Ends the session; idempotent."""
+        if self._bare is not None:
+            self._bare.close()
         self.worker.close()
         self.pump.close()
 

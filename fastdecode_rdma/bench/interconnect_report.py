@@ -72,8 +72,13 @@ def head_of(table: Table, *, report: str, num_qps: int, depth: int, check: bool)
         what = "half the round trip" if case.is_half else "the full round trip"
         columns = LATENCY_HEAD
     else:
-        ways = "both directions together" if case.mode == "pingpong" else "one direction"
-        what = f"{ways}, {min(depth, table.num_slots)} under way, {num_qps} connections"
+        ways = (
+            "both directions together"
+            if case.mode in ("pingpong", "both_ways")
+            else "one direction"
+        )
+        under_way = depth if case.is_bare else min(depth, table.num_slots)
+        what = f"{ways}, {under_way} under way, {num_qps} connections"
         columns = bandwidth_head(report)
     link = table.client_link
     facts = [f"{key} {link[key]}" for key in ("interface", "mtu_bytes", "numa_node") if key in link]
@@ -144,24 +149,33 @@ def check_plot(path: Path | None) -> None:
     """Makes sure, before anything is measured, that it can be drawn.
 
     Raises:
-        ConfigError: matplotlib is not there.
+        ConfigError: matplotlib is not there, or does not know this kind of file.
     """
     if path is None:
         return
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install 'fastdecode_rdma[bench]'") from None
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"--plot {path}: expected a file that ends in .{', .'.join(kinds)}")
 
 
 def plot(path: Path, tables: Sequence[Table]) -> None:
-    """Draws latency and bandwidth over the message size, a line per table."""
-    import matplotlib
+    """Draws latency and bandwidth over the message size, a line per table, into a file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    figure = Figure(figsize=(12, 4.5), layout="tight")
+    FigureCanvasAgg(figure)  # draws without a screen, whatever the user has set
+    draw(figure, tables)
+    figure.savefig(path)
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
+
+def draw(figure: Any, tables: Sequence[Table]) -> None:
+    """Draws the two diagrams into a matplotlib figure."""
+    axes = figure.subplots(1, 2)
     for table in tables:
         label = f"{table.case.plane} {table.case.kind} {table.worker}"
         sizes = [row.nbytes for row in table.rows]
@@ -172,9 +186,6 @@ def plot(path: Path, tables: Sequence[Table]) -> None:
             rates = [row.average_bytes_per_s for row in table.rows if isinstance(row, Bandwidth)]
             axes[1].plot(sizes, [rate * 8e-9 for rate in rates], "o-", label=label)
     for axis, text in zip(axes, ("t_typical [usec]", "BW average [Gb/s]"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="message [bytes]", ylabel=text)
-        if axis.lines:
+        if axis.lines:  # logarithms of nothing are a warning
+            axis.set(xscale="log", yscale="log", xlabel="message [bytes]", ylabel=text)
             axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fastdecode_rdma.bench.interconnect_options import Case
     from fastdecode_rdma.transport.address import Address
 
-TOOLS = {"latency": "ib_write_lat", "bandwidth": "ib_write_bw"}
+_VERBS = {"write_imm": "write", "write": "write", "send": "send", "read": "read"}
+_TESTS = {"latency": "lat", "bandwidth": "bw"}
 SERVER_START_S = 10.0
 PORT = 18515
 """Where a perftest server waits for its client."""
@@ -112,13 +113,18 @@ def is_own_address(host: str) -> bool:
     return True
 
 
-def check_installed(tests: Iterable[str]) -> None:
+def tool_of(case: Case) -> str:
+    """Returns perftest's program for what a case measures."""
+    return f"ib_{_VERBS[case.kind]}_{_TESTS[case.test]}"
+
+
+def check_installed(tools: Iterable[str]) -> None:
     """Makes sure that perftest can be run.
 
     Raises:
         ConfigError: it is not installed.
     """
-    missing = [TOOLS[test] for test in sorted(tests) if shutil.which(TOOLS[test]) is None]
+    missing = [tool for tool in sorted(tools) if shutil.which(tool) is None]
     if missing:
         raise ConfigError(
             f"--compare needs {' and '.join(missing)}, which come with perftest "
@@ -129,7 +135,7 @@ def check_installed(tests: Iterable[str]) -> None:
 def command_of(case: Case, address: Address, nbytes: int, iters: int) -> list[str]:
     """Returns the client's command for one message size; without its last word, the server's.
     `iters`: messages, 0 for as many as perftest takes by itself."""
-    command = [TOOLS[case.test], "--size", str(nbytes), "-F"]
+    command = [tool_of(case), "--size", str(nbytes), "-F"]
     if iters:
         command += ["--iters", str(max(iters, FEWEST_ITERS))]
     for option, flag in _FLAGS.items():
@@ -137,7 +143,7 @@ def command_of(case: Case, address: Address, nbytes: int, iters: int) -> list[st
             command += [flag, str(address.options[option])]
     if case.test == "bandwidth":
         command.append("--report_gbits")
-        if case.mode == "pingpong":
+        if case.mode in ("pingpong", "both_ways"):
             command.append("--bidirectional")
     return [*command, address.host]
 

@@ -52,6 +52,12 @@ def why_not(plane: str, address: Address, offers: Mapping[str, bytes]) -> str:
     return _load(_TRANSPORTS[plane]).why_not(address, offers.get(plane))
 
 
+def is_expected(plane: str, offers: Mapping[str, bytes]) -> bool:
+    """Says whether one of the two machines has what a plane takes, so that going without it is
+    worth a warning."""
+    return _load(_TRANSPORTS[plane]).is_expected(offers.get(plane))
+
+
 def open_transport(
     address: Address,
     opened: SessionOpened,

@@ -28,6 +28,11 @@ class ConnectedTransport(Transport):
     def prepare(cls) -> None:
         """Does what takes its time and needs no worker yet."""
 
+    @classmethod
+    def is_expected(cls, offer: bytes | None) -> bool:
+        """Whether going without this plane is news."""
+        return False
+
     def __init__(
         self,
         address: Address,

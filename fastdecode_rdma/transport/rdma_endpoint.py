@@ -15,7 +15,6 @@ from fastdecode_rdma.errors import RemoteProtocolError, TransportError, Transpor
 from fastdecode_rdma.transport._rdma import RECEIVED, SPARE_RECEIVES, SlotPlane
 from fastdecode_rdma.transport.rdma_bindings import Binding, Queue
 from fastdecode_rdma.transport.rdma_limits import (
-    MEMORY_BYTES,
     NUM_SLOTS,
     SLOT_BYTES,
     check_limits,
@@ -31,6 +30,26 @@ PING = 0xFF << 24
 """Immediate value of a ping: to the plane, a message that returns no slots."""
 
 _PSN = 1 << 24
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Slots of each direction and lengths of queues; both ends' must be the same. `reads`: that may
+    be under way at once, 0 for a data plane, whose peer only writes."""
+
+    num_slots: int = NUM_SLOTS
+    slot_bytes: int = SLOT_BYTES
+    depth: int = DEPTH
+    receives: int = RECEIVES
+    reads: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What one end registers."""
+        return 2 * self.num_slots * self.slot_bytes
+
+
+PLANE_SHAPE = Shape()
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class Offer:
         return asdict(self)
 
     @classmethod
-    def decode(cls, data: Any) -> Offer:
+    def decode(cls, data: Any, shape: Shape = PLANE_SHAPE) -> Offer:
         """Returns a peer's offer.
 
         Raises:
@@ -65,10 +84,10 @@ class Offer:
             raise RemoteProtocolError("a malformed RDMA offer: a number is out of its range")
         if not 1 <= offer.mtu <= len(MTUS):
             raise RemoteProtocolError(f"a malformed RDMA offer: MTU code {offer.mtu}")
-        if (offer.num_slots, offer.slot_bytes) != (NUM_SLOTS, SLOT_BYTES):
+        if (offer.num_slots, offer.slot_bytes) != (shape.num_slots, shape.slot_bytes):
             raise RemoteProtocolError(
                 f"the peer has {offer.num_slots} slots of {offer.slot_bytes} bytes, this side "
-                f"{NUM_SLOTS} of {SLOT_BYTES}: run the same version on both"
+                f"{shape.num_slots} of {shape.slot_bytes}: run the same version on both"
             )
         return offer
 
@@ -80,8 +99,17 @@ class Endpoint:
         TransportError: a limit of this machine or device, with the figures, or what it refused.
     """
 
-    def __init__(self, port: Port, gid: Gid, binding: Binding, wish: Wish | None = None) -> None:
+    def __init__(
+        self,
+        port: Port,
+        gid: Gid,
+        binding: Binding,
+        wish: Wish | None = None,
+        *,
+        shape: Shape = PLANE_SHAPE,
+    ) -> None:
         wish = wish or Wish()
+        self.shape = shape
         self._cq_mod = wish.cq_mod
         self.port = port
         self.gid = gid
@@ -89,7 +117,10 @@ class Endpoint:
         self.psn = secrets.randbelow(_PSN)
         self.mtu_bytes = 0
         self.route = ""
-        nbytes = MEMORY_BYTES
+        self.settings = (
+            f"tclass {wish.tclass}, sl {wish.sl}, timeout {wish.timeout}, retry {wish.retry}"
+        )
+        nbytes = shape.memory_bytes
         try:
             self.queue: Queue = binding.open_queue(port.device)
         except OSError as error:
@@ -97,7 +128,11 @@ class Endpoint:
         try:
             self._mtu = self.queue.active_mtu(port.number)
             check_limits(
-                port.name, self.queue.limits(), nbytes=nbytes, depth=DEPTH, receives=RECEIVES
+                port.name,
+                self.queue.limits(),
+                nbytes=nbytes,
+                depth=shape.depth,
+                receives=shape.receives,
             )
             self._memory = mmap.mmap(-1, nbytes)
             # a child must not share pages that the adapter writes to
@@ -107,10 +142,11 @@ class Endpoint:
                 memory=self._send,
                 nbytes=nbytes,
                 slots=self._send,
-                slot_bytes=SLOT_BYTES,
-                depth=DEPTH,
-                receives=RECEIVES,
+                slot_bytes=shape.slot_bytes,
+                depth=shape.depth,
+                receives=shape.receives,
                 max_inline=wish.inline,
+                **({"reads": shape.reads} if shape.reads else {}),  # pyverbs' queues have none
             )
         except OSError as error:
             self.queue.close()
@@ -120,12 +156,26 @@ class Endpoint:
             raise
 
     @property
-    def _recv(self) -> int:
-        return self._send + NUM_SLOTS * SLOT_BYTES
+    def recv_address(self) -> int:
+        """Where the peer writes."""
+        return self._send + self.shape.num_slots * self.shape.slot_bytes
+
+    @property
+    def memory(self) -> memoryview:
+        """The slots to send from, then those that the peer writes into."""
+        return memoryview(self._memory)
 
     def offer(self) -> Offer:
         """Returns what the peer has to know."""
-        return Offer(self.queue.qp_num, self.psn, self._mtu, self._recv, self.queue.rkey)
+        return Offer(
+            self.queue.qp_num,
+            self.psn,
+            self._mtu,
+            self.recv_address,
+            self.queue.rkey,
+            self.shape.num_slots,
+            self.shape.slot_bytes,
+        )
 
     def connect(self, theirs: Offer, port: Port, gid: Gid, wish: Wish) -> None:
         """Connects to the peer's queue pair behind `port` and `gid`.
@@ -187,11 +237,13 @@ class Endpoint:
             self.queue.write(0, self.mtu_bytes, PING, 1)
             while not (done := self.queue.poll(1)):
                 if time.monotonic() > deadline_s:
-                    raise TransportTimeout(f"{self.route}: no answer to a ping in {timeout_s:g} s")
+                    raise TransportTimeout(
+                        f"{self.route}: no answer to a ping in {timeout_s:g} s; {self.settings}"
+                    )
                 time.sleep(0)
             kind, status, *_ = done[0]
             if status:
-                raise TransportError(self.queue.explain(status))
+                raise TransportError(f"{self.queue.explain(status)}; {self.settings}")
             if kind == RECEIVED:
                 raise RemoteProtocolError(f"{self.route}: the peer spoke before it was asked")
         except OSError as error:
@@ -202,10 +254,10 @@ class Endpoint:
         return SlotPlane(
             self.queue,
             send=self._send,
-            recv=self._recv,
-            num_slots=NUM_SLOTS,
-            slot_bytes=SLOT_BYTES,
-            depth=DEPTH,
+            recv=self.recv_address,
+            num_slots=self.shape.num_slots,
+            slot_bytes=self.shape.slot_bytes,
+            depth=self.shape.depth,
             signal_every=self._cq_mod,
             memory=self._memory,
         )

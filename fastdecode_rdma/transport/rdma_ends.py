@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode_rdma.errors import ConfigError, RemoteProtocolError
-from fastdecode_rdma.transport.rdma_endpoint import Offer
+from fastdecode_rdma.transport.rdma_endpoint import PLANE_SHAPE, Offer, Shape
 from fastdecode_rdma.transport.rdma_ports import Gid, Port, canonical, encode_ports
 from fastdecode_rdma.transport.rdma_wish import OPTIONS, Wish
 from fastdecode_rdma.transport.same_host import SPIN_NS, boot_id, cpu_mask, spin_ns
@@ -78,8 +78,8 @@ class EngineEnd:
         )
 
     @classmethod
-    def decode(cls, data: bytes) -> EngineEnd:
-        """Returns what an engine sent.
+    def decode(cls, data: bytes, shape: Shape = PLANE_SHAPE) -> EngineEnd:
+        """Returns what an engine sent; `shape` is that of our end.
 
         Raises:
             RemoteProtocolError: it is malformed.
@@ -97,7 +97,7 @@ class EngineEnd:
                 gid_index=int(gid_index),
                 gid=Gid(int(index), canonical(address), str(kind)),
                 lid=int(items["lid"]) & 0xFFFF,
-                offer=Offer.decode(items["offer"]),
+                offer=Offer.decode(items["offer"], shape),
                 wish=Wish.of(wish, {}),
                 machine=_machine(items),
             )
@@ -119,8 +119,8 @@ class WorkerEnd:
         return _pack(offer=self.offer.encode(), machine=machine, binding=self.binding)
 
     @classmethod
-    def decode(cls, data: bytes) -> WorkerEnd:
-        """Returns what a worker sent.
+    def decode(cls, data: bytes, shape: Shape = PLANE_SHAPE) -> WorkerEnd:
+        """Returns what a worker sent; `shape` is that of our end.
 
         Raises:
             RemoteProtocolError: it is malformed.
@@ -130,7 +130,7 @@ class WorkerEnd:
             binding = str(items["binding"])
             if len(binding) > 64 or not binding.isprintable():
                 raise ValueError("no name of a binding")
-            return cls(Offer.decode(items["offer"]), _machine(items), binding)
+            return cls(Offer.decode(items["offer"], shape), _machine(items), binding)
         except (ValueError, TypeError, KeyError) as error:
             raise RemoteProtocolError(f"a malformed end of an RDMA connection: {error}") from error
 

@@ -39,9 +39,14 @@ def format_rdma(facts: dict[str, Any]) -> str:
         text if name in text else f"{name}: {text}" for name, text in facts["ports"].items()
     )
     parts = [ports or "no device"]
-    parts += [f"{name}: {text}" for name, text in facts["bindings"].items()]
-    if facts["command"] is not None and ports:
-        parts.append(f"run `{facts['command']}`")
+    used = facts["binding"]
+    parts += [
+        f"{name}: {text}{' (used)' if name == used else ''}"
+        for name, text in facts["bindings"].items()
+    ]
+    if facts["command"] is not None:
+        when = "" if ports else "for a machine with a device: "
+        parts.append(f"{when}`{facts['command']}`")
     if facts["memlock"] is not None and ports:
         parts.append(facts["memlock"])
     return "; ".join(parts)

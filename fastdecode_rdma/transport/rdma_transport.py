@@ -28,6 +28,8 @@ class RdmaTransport(ConnectedTransport):
     peer. `detail` names the ports, with the runners-up."""
 
     scheme = "rdma"
+    pair: Pair
+    wish: Wish
 
     @classmethod
     def prepare(cls) -> None:
@@ -35,6 +37,11 @@ class RdmaTransport(ConnectedTransport):
         with contextlib.suppress(TransportError):  # why_not() will say that there is none
             if read_ports(networks={}):
                 find_binding()
+
+    @classmethod
+    def is_expected(cls, offer: bytes | None) -> bool:
+        """Whether this machine or the worker's has RDMA."""
+        return offer is not None or bool(read_ports(networks={}))
 
     @classmethod
     def why_not(cls, address: Address, offer: bytes | None) -> str:
@@ -85,9 +92,10 @@ class RdmaTransport(ConnectedTransport):
             )
             endpoint, plane = _connect(link, opened, session_key, choice, len(attempt.failed), wish)
         transport = cls(address, sock, opened, plane)
+        transport.pair, transport.wish = choice.pairs[len(attempt.failed)], wish
         transport.detail = (
             f"{choice.explain(len(attempt.failed), attempt.failed)}; MTU {endpoint.mtu_bytes}, "
-            f"{endpoint.binding.name} queue pairs"
+            f"{endpoint.binding.name} queue pairs; {endpoint.settings}"
         )
         return transport
 
@@ -115,16 +123,7 @@ def _connect(
         raise PlaneUnavailable(f"{link.peer}: {error}") from error
     try:
         ours = Machine.here()
-        end = EngineEnd(
-            device=pair.remote.device,
-            number=pair.remote.number,
-            gid_index=pair.remote_gid.index,
-            gid=pair.local_gid,
-            lid=pair.local.lid,
-            offer=endpoint.offer(),
-            wish=wish,
-            machine=ours,
-        )
+        end = engine_end(pair, endpoint, wish, ours)
         answer = prove_data_socket(link, opened, session_key, details=end.encode())
         theirs = WorkerEnd.decode(answer)
         _try_out(link.peer, endpoint, theirs, pair, wish, last=index + 1 == len(choice.pairs))
@@ -132,6 +131,20 @@ def _connect(
     except BaseException:
         endpoint.close()
         raise
+
+
+def engine_end(pair: Pair, endpoint: Endpoint, wish: Wish, machine: Machine) -> EngineEnd:
+    """Returns what the worker must know of our choice and our queue pair."""
+    return EngineEnd(
+        device=pair.remote.device,
+        number=pair.remote.number,
+        gid_index=pair.remote_gid.index,
+        gid=pair.local_gid,
+        lid=pair.local.lid,
+        offer=endpoint.offer(),
+        wish=wish,
+        machine=machine,
+    )
 
 
 def _try_out(

@@ -21,11 +21,12 @@ from fastdecode_rdma.errors import (
     TransportError,
     WorkerLostError,
 )
-from fastdecode_rdma.transport import same_host, shm
+from fastdecode_rdma.transport import rdma_transport, same_host, shm
 from fastdecode_rdma.transport.address import Address
 from fastdecode_rdma.transport.base import PlaneUnavailable, plan_slots
 from fastdecode_rdma.transport.blocking import BlockingConnection
 from fastdecode_rdma.transport.connected import prove_data_socket
+from fastdecode_rdma.transport.rdma_ports import Port
 from fastdecode_rdma.transport.tcp import dial
 from fastdecode_rdma.wire import messages as m
 from fastdecode_rdma.wire.connection import Connection
@@ -134,6 +135,25 @@ def test_a_plane_that_cannot_be_set_up(connect, serve, new_geometry, monkeypatch
     assert info.transport != "shm" and words in info.fallback_reason
     warnings = [record.message for record in caplog.records if "goes on over" in record.message]
     assert warnings and words in warnings[0]
+    assert "`fastdecode doctor` says what is here and what is missing" in warnings[0]
+
+
+@pytest.mark.parametrize("has_rdma", [True, False])
+def test_rdma_that_cannot_be_used_is_one_warning_where_there_is_any(
+    connect, serve, monkeypatch, caplog, has_rdma
+):
+    monkeypatch.setattr(shm.ShmTransport, "why_not", lambda *_: "another machine")
+    port = Port("mlx5_0", 1, "Ethernet", "DOWN", 100)
+    ports = [port] if has_rdma else []
+    monkeypatch.setattr(rdma_transport, "read_ports", lambda *_, **__: ports)
+    served = serve()
+    with caplog.at_level(logging.INFO):
+        info = connect([over("auto", served.url)]).backend.info(0)
+    assert info.transport == "tcp" and "rdma: this machine has no usable" in info.fallback_reason
+    said = [record for record in caplog.records if "goes on over tcp" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING if has_rdma else logging.INFO]
+    assert "`fastdecode doctor`" in said[0].message
+    assert not has_rdma or "DOWN" in said[0].message
 
 
 def test_one_worker_is_one_worker_whatever_the_way(serve, new_geometry):
@@ -358,3 +378,31 @@ def test_what_is_changed_in_the_answer_is_noticed(serve, new_geometry, monkeypat
     with pytest.raises(RemoteProtocolError, match="ended at another worker"):
         open_sessions([over("shm", served.url)], new_geometry(), token=TOKEN)
     assert drained(served)
+
+
+TCP_ALONE = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Refuse(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if "verbs" in name or name.startswith("fastdecode_rdma.transport.rdma_b"):
+            raise AssertionError(f"{name} was asked for")
+
+sys.meta_path.insert(0, Refuse())
+from fastdecode_rdma.attention.backend import AttentionBackend
+from fastdecode_rdma.attention.remote import open_sessions
+from fastdecode_rdma.config import AttentionGeometry, KVGroup
+
+geometry = AttentionGeometry((KVGroup((0,), 4, 2, 16),), 0.25, "fp32", 4, 64)
+backend = AttentionBackend(open_sessions(sys.argv[1:], geometry), geometry, timeout_s=20.0)
+print(backend.info(0).transport)
+backend.close()
+"""
+
+
+def test_tcp_asks_for_no_verbs(spawn):
+    """Neither a binding nor the compiled queue pairs are looked for."""
+    command = [sys.executable, "-c", TCP_ALONE, spawn().url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "tcp", done.stderr

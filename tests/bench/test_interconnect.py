@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -83,6 +84,43 @@ def test_tables_json_and_csv(peer, tmp_path: Path, capsys) -> None:
     assert len(lines) == 16 and lines[0]["t_typical_usec"] and lines[2]["bw_average_mib_per_s"]
 
 
+def test_a_plot_shows_every_table(peer, tmp_path, monkeypatch, capfd) -> None:
+    figures = []
+    real = interconnect_report.draw
+    monkeypatch.setattr(
+        interconnect_report,
+        "draw",
+        lambda figure, tables: (figures.append(figure), real(figure, tables)),
+    )
+    place, picture = tmp_path / "o.json", tmp_path / "o.png"
+    options = ["--workers", f"tcp://{peer.place}", "--size", "64,4096", "--iters", "20"]
+    assert bench(*options, "--json", str(place), "--plot", str(picture)) == 0
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 10_000
+    tables = strict_json(place)["tables"]
+    for axis, test, key in zip(
+        figures[0].axes, ("latency", "bandwidth"), ("t_typical_usec", "bw_average_gbit_per_s"),
+        strict=True,
+    ):  # fmt: skip
+        shown = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+        assert shown == {
+            f"tcp {t['kind']} {t['worker']}": [
+                [row["message_bytes"], pytest.approx(row[key])] for row in t["rows"]
+            ]
+            for t in tables
+            if t["test"] == test
+        }
+        assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log") and axis.get_legend()
+    assert bench(*options, "--test", "latency", "--plot", str(tmp_path / "o.svg")) == 0
+    assert b"<svg" in (tmp_path / "o.svg").read_bytes()
+    capfd.readouterr()
+    words = refusal(capfd, *options, "--plot", str(tmp_path / "o.txt"))
+    assert "expected a file that ends in" in words and ".png" in words
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    words = refusal(capfd, *options, "--plot", str(picture))
+    assert "--plot needs matplotlib: pip install" in words
+
+
 def check_row(test: str, row: dict[str, Any]) -> None:
     if test == "latency":
         assert 0 < row["t_min_usec"] <= row["t_typical_usec"] <= row["percentile_99_usec"]
@@ -131,7 +169,9 @@ def test_a_duration_instead_of_iterations(peer, plane, tmp_path) -> None:
         (["--inline_size", "0"], "--inline-size concerns rdma alone"),
         (["--cq-mod", "4"], "--cq-mod concerns rdma alone"),
         (["--post_list", "2"], "--post-list concerns rdma alone"),
-        (["--plane", "rdma", "--post-list", "2"], "--post-list must be 1"),
+        (["--plane", "rdma", "--kind", "write_imm", "--post-list", "2"], "--post-list must be 1"),
+        (["--plane", "rdma", "--post-list", "65"], "--post-list must be from 1 to 64"),
+        (["--plane", "rdma", "--post-list", "9", "--tx-depth", "8"], "must be from 1 to 8"),
         (["--compare"], "--compare concerns rdma alone"),
         (["--events"], "tcp sleeps in the system in any case"),
         (["--size", "4k"], "numbers between commas"),
@@ -237,6 +277,7 @@ def test_rdma_counters_come_from_the_kernels_files(tmp_path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("7\n")
     assert host_facts.rdma_counters(tmp_path) == {
+        "mlx5_0/1 port_xmit_data": 7,
         "mlx5_0/1 symbol_error": 7,
         "mlx5_0/1 out_of_sequence": 7,
     }

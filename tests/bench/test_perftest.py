@@ -91,8 +91,17 @@ def test_what_is_no_table(text: str, words: str) -> None:
         perftest.parse_table(text)
 
 
-def a_case(test: str, mode: str) -> Case:
-    return Case("rdma", "write_imm", test, mode, ())
+def a_case(test: str, mode: str, kind: str = "write_imm") -> Case:
+    return Case("rdma", kind, test, mode, ())
+
+
+def test_each_verb_has_its_program() -> None:
+    tools = [
+        perftest.tool_of(a_case(test, test, kind))
+        for kind in ("write", "send", "read")
+        for test in ("latency", "bandwidth")
+    ]
+    assert tools == [f"ib_{v}_{t}" for v in ("write", "send", "read") for t in ("lat", "bw")]
 
 
 def test_commands_carry_the_options() -> None:
@@ -134,5 +143,5 @@ def test_a_failing_tool_says_what_the_other_end_needs(tmp_path: Path, monkeypatc
 def test_perftest_that_is_not_there(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="apt install perftest"):
-        perftest.check_installed(["latency"])
+        perftest.check_installed([perftest.tool_of(a_case("latency", "ping"))])
     assert not perftest.is_own_address("192.0.2.1") and perftest.is_own_address("127.0.0.1")

@@ -147,7 +147,9 @@ def test_a_ping_to_nobody_names_both_ends(make_endpoints, pair, binding):
     second.close()
     first.connect(offer, pair.remote, pair.remote_gid, Wish(timeout=12))
     start_s = time.monotonic()
-    with pytest.raises(TransportError, match=r"retries exhausted.*QP \d+ to .* QP \d+, MTU"):
+    with pytest.raises(
+        TransportError, match=r"retries exhausted.*QP \d+ to .* QP \d+, MTU 4096; tclass"
+    ):
         first.ping(20.0)
     assert time.monotonic() - start_s < 10
 

@@ -42,7 +42,8 @@ def test_attention_is_the_embedded_workers_to_the_bit(serve, connect, monkeypatc
 def test_options_reach_the_queue_pair(serve, connect):
     options = f"?dev=rxe0&port=1&gid={os.environ.get('RDMA_VM_GID', 1)}&mtu=1024&tclass=8&sl=0"
     driver = connect([over_rdma(serve(), options)])
-    assert "MTU 1024" in driver.backend.info(0).transport_detail
+    detail = driver.backend.info(0).transport_detail
+    assert "MTU 1024" in detail and "tclass 8, sl 0, timeout 14, retry 3" in detail
     driver.run([(0, HANDLES)], 0)
 
 

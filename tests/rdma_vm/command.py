@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--two", action="store_true", help="two guests on one Ethernet, both run the command")
-    add("--timeout", type=float, default=600, metavar="S", help="hard limit in seconds (600)")
+    add("--timeout", type=float, default=840, metavar="S", help="hard limit in seconds (840)")
     add("--mem", type=int, default=4096, metavar="MIB", help="memory of each guest (4096)")
     add("--cpus", type=int, default=1, help="of each guest (1: the fastest where emulated)")
     add("--mtu", type=int, default=9000, help="of eth0; 9000: RDMA MTU 4096; 1500: 1024")

@@ -335,9 +335,20 @@ def test_doctor_names_ports_bindings_and_the_command(bindings, monkeypatch):
     line = format_rdma({**facts, "memlock": None})
     assert line == (
         "mlx5_0:1 (RoCE, ACTIVE, 100 Gb/s, NUMA 1), mlx5_1:1: the port is DOWN, not ACTIVE: check "
-        "the cable and `ip link`; native: native is broken; pyverbs: 1"
+        "the cable and `ip link`; native: native is broken; pyverbs: 1 (used)"
     )
     bindings()
     facts = find_rdma()
     assert not facts["usable"]
-    assert "run `" in format_rdma(facts)
+    assert f"; `{install_command()}`" in format_rdma(facts)
+
+
+def test_doctor_tells_a_machine_without_a_device_what_is_there(bindings, no_device):
+    bindings()
+    line = format_rdma({**find_rdma(), "memlock": None})
+    assert line == (
+        "no device; native: native is broken; pyverbs: pyverbs is broken; for a machine with a "
+        f"device: `{install_command()}`"
+    )
+    bindings("native")
+    assert format_rdma(find_rdma()).startswith("no device; native: 1 (used); pyverbs: ")
