@@ -27,6 +27,7 @@ _TCP_COUNTERS = {  # name -> (offset in struct tcp_info of linux/tcp.h, layout)
     "tcp_out_of_order": (224, "I"),
 }
 
+
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
