@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode_rdma.batch.files import LineSource, RawLine
+from fastdecode_rdma.batch.files import RawLine
 from fastdecode_rdma.command_line import messages_on_stderr, unwinding_on_signals
 from fastdecode_rdma.errors import ConfigError, FastDecodeError
 from fastdecode_rdma.sequence import SamplingParams
@@ -41,6 +41,7 @@ EPILOG = """\
 input, one JSON object a line (- is standard input):
   {"id": …, "prompt": text or token ids, "sampling_params": {"max_tokens": 64, …}, …}
   {"id": …, "messages": [{"role": "user", "content": …}], "tools": […], …}
+  or a Parquet or CSV file (.parquet, .csv, .tsv; extra `batch`) with these columns, a row a line
   id: text or an integer, no two alike; the line's number is shown if absent. sampling_params win
   over the options here, and these over the model's generation_config.json; a sampling parameter
   outside of them is an error. With messages: tools, documents, chat_template_kwargs,
@@ -67,7 +68,11 @@ exit status: 0 all requests succeeded, 1 stopped before the end (see the message
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    from fastdecode_rdma.batch.command import add_engine_arguments, add_file_arguments
+    from fastdecode_rdma.batch.arguments import (
+        add_engine_arguments,
+        add_file_arguments,
+        add_ray_arguments,
+    )
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
@@ -90,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--token-ids", action="store_true", help="add token_ids to results")
     add_engine_arguments(parser)
+    add_ray_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,13 +105,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fastdecode_rdma.batch.command import Work, engine_options, run_file
+    from fastdecode_rdma.batch.arguments import check_ray, engine_options
+    from fastdecode_rdma.batch.command import Work, run_file
     from fastdecode_rdma.batch.records import PromptLines, override
     from fastdecode_rdma.batch.runner import BatchRun
+    from fastdecode_rdma.batch.tables import open_source
     from fastdecode_rdma.engine.options import resolve_model_dir
     from fastdecode_rdma.engine.sampling_defaults import SamplingDefaults
     from fastdecode_rdma.generator import Generator
 
+    check_ray(args)
     given = {name: getattr(args, name) for name in (*SAMPLING_OPTIONS, "stop")}
     directory = resolve_model_dir(args.model)
     defaults = SamplingDefaults(directory).params()
@@ -117,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
         with load() as generator:
             return _print_answers(generator, args.prompt, params, is_chat=args.chat)
     params = replace(params, seed=None)  # each line has one of its own
-    source = PromptLines(args.prompt) if args.input is None else LineSource(args.input)
+    source = PromptLines(args.prompt) if args.input is None else open_source(args.input)
     facts = {name: value for name, value in given.items() if name != "seed"}
     facts |= {"chat": args.chat, "token_ids": args.token_ids}
     work = Work(

@@ -6,7 +6,6 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastdecode_rdma.batch.files import LineSource
 from fastdecode_rdma.command_line import messages_on_stderr, unwinding_on_signals
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ EPILOG = """\
 input, one JSON object a line (- is standard input):
   {"id": …, "context": text or token ids, "continuation": text or token ids, …}
   {"id": …, "text": text or token ids, …}
+  or a Parquet or CSV file (.parquet, .csv, .tsv; extra `batch`) with these columns, a row a line
   Scores are those of the lm-evaluation-harness: the log-probability of the continuation after the
   context (loglikelihood), or of every token of a text (loglikelihood_rolling). What is too long for
   the model is cut off at the left, or scored in windows. Other keys are carried to the output.
@@ -34,7 +34,7 @@ output, one JSON object a line:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    from fastdecode_rdma.batch.command import add_engine_arguments, add_file_arguments
+    from fastdecode_rdma.batch.arguments import add_engine_arguments, add_file_arguments
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
@@ -62,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fastdecode_rdma.batch.command import Work, engine_options, run_file
+    from fastdecode_rdma.batch.arguments import engine_options
+    from fastdecode_rdma.batch.command import Work, run_file
     from fastdecode_rdma.batch.score_runner import ScoreRun
+    from fastdecode_rdma.batch.tables import open_source
     from fastdecode_rdma.engine.options import resolve_model_dir
     from fastdecode_rdma.generator import Generator
 
@@ -80,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
         formats=partial(_formats, args),
         make_run=partial(ScoreRun, prefix_token_id=args.prefix_token_id),
     )
-    return run_file(args, LineSource(args.input), work)
+    return run_file(args, open_source(args.input), work)
 
 
 def _formats(args: argparse.Namespace, job: Job, tokenizer: Tokenizer | None) -> FormatFor:

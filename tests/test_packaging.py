@@ -26,9 +26,12 @@ LAYERS = [
     {"engine", "prompts", "stream", "results", "requests", "inbox", "handles", "scoring"},
     {"generator"},
     {"batch", "bench", "eval", "perfmodel", "terminal", "hub", "doctor", "cli"}
-    | {"generate_command", "score_command"},
+    | {"generate_command", "score_command", "ray"},
 ]
 """Rooms from bottom to top: a file imports from its own layer or those below."""
+
+SERVING = ("worker", "cli", "doctor", "hub", "engine", "bench", "ray")
+"""Rooms that start workers, or ask what one would take."""
 
 NO_TORCH = (
     "errors",
@@ -102,7 +105,7 @@ def test_imports_point_one_way(path: Path) -> None:
     # one place only
     for target in imported_rooms(path) - {room}:
         assert level[target] <= level[room], f"{room} must not import {target}"
-        if target == "worker" and room not in ("worker", "cli", "doctor", "hub", "engine", "bench"):
+        if target == "worker" and room not in SERVING:
             assert path.name in ("local.py", "__init__.py"), (
                 "only attention/local.py embeds a worker"
             )

@@ -1,5 +1,5 @@
-"""What the commands over files share: arguments, a job from its start (or where it was left) to its
-end, and what is said about it."""
+"""What the commands over files share: a job from its start, or where it was left, to its end, and
+what is said about it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastdecode_rdma.batch.arguments import engine_options, model_options
 from fastdecode_rdma.batch.files import STANDARD, LineSource, LineWriter, check_output
 from fastdecode_rdma.batch.intake import FormatFor, Intake
 from fastdecode_rdma.batch.job import (
@@ -28,16 +30,19 @@ from fastdecode_rdma.batch.job import (
 )
 from fastdecode_rdma.batch.output import Output, done_lines
 from fastdecode_rdma.batch.progress import Counts, Progress
-from fastdecode_rdma.command_line import split_workers
+from fastdecode_rdma.batch.records import PromptLines
+from fastdecode_rdma.batch.tables import TableSource, is_table
 from fastdecode_rdma.errors import ConfigError, FastDecodeError
 
 if TYPE_CHECKING:
-    from fastdecode_rdma.batch.records import PromptLines
     from fastdecode_rdma.generator import Generator
     from fastdecode_rdma.tokenizer import Tokenizer
 
 EXIT_STOPPED = 1
 EXIT_FAILED_LINES = 3
+
+
+Source = LineSource | TableSource | PromptLines
 
 
 class Run(Protocol):
@@ -49,7 +54,7 @@ class Run(Protocol):
         """Works on all lines."""
 
 
-MakeRun = Callable[["Generator", "LineSource | PromptLines", Intake, Output, Counts, Progress], Run]
+MakeRun = Callable[["Generator", Source, Intake, Output, Counts, Progress], Run]
 
 
 @dataclass(frozen=True)
@@ -69,142 +74,136 @@ class Work:
     make_run: MakeRun
 
 
-def add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what concerns the files of a job, except --input."""
-    parser.add_argument(
-        "--output", "-o", metavar="FILE", help="where results go (default: -, standard output)"
-    )
-    begin = parser.add_mutually_exclusive_group()
-    begin.add_argument(
-        "--overwrite", action="store_true", help="replace an output file that holds something"
-    )
-    begin.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the job that began the output file; start it if there is none",
-    )
-    parser.add_argument(
-        "--ordered", action="store_true", help="write results in the order of the input"
-    )
-    parser.add_argument(
-        "--limit", type=_positive, metavar="N", help="only the first N lines of the input"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check all lines, name the longest prompt and those that cannot fit; run nothing",
-    )
+@dataclass(frozen=True)
+class _Files:
+    """The input and the output of a job: checked, not yet touched.
 
-
-def _positive(text: str) -> int:
-    value = int(text) if text.strip().isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return value
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what concerns the model and its workers."""
-    parser.add_argument(
-        "--workers",
-        metavar="A,B",
-        help="attention workers, HOST[:PORT], comma-separated (default: one in this process)",
-    )
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="the workers' token (default: FASTDECODE_TOKEN_FILE)"
-    )
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of one sequence")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences run at once")
-    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="auto, fp32, fp16, bf16, …")
-    parser.add_argument(
-        "--quantization", metavar="NAME", help="int8: weights rounded as they are loaded"
-    )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same bits in any batch, on any workers"
-    )
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of `Generator.from_pretrained`.
-
-    Raises:
-        ConfigError: they make no sense together.
+    state: where the job's state is, None where it cannot be resumed. seen: what a pass over the
+    input showed, None for pipes.
     """
-    workers = None
-    if args.workers is not None:
-        workers = split_workers(args.workers)
-    elif args.token_file is not None:
-        raise ConfigError("--token-file is for --workers")
-    named = {**_model_options(args), "max_num_seqs": args.max_num_seqs}
-    return {
-        "workers": workers,
-        "token_file": args.token_file,
-        "deterministic": args.deterministic,
-        **{name: value for name, value in named.items() if value is not None},
-    }
+
+    source: Source
+    output: str
+    state: Path | None
+    seen: InputFacts | None
 
 
-def _model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options that change what comes out, unlike workers and the size of the batch."""
-    return {
-        "max_model_len": args.max_model_len,
-        "kv_cache_dtype": args.kv_cache_dtype,
-        "quantization": args.quantization,
-    }
+@dataclass
+class _Begun:
+    """A job that is new or goes on. writer: None if the output is to be opened when all else is
+    there, so that a model that does not load leaves nothing behind."""
+
+    job: Job
+    writer: LineWriter | None = None
+    done: DoneLines = field(default_factory=DoneLines)
 
 
-def run_file(args: argparse.Namespace, source: LineSource | PromptLines, work: Work) -> int:
+def run_file(args: argparse.Namespace, source: Source, work: Work) -> int:
     """Works on the lines of a file; returns the exit code.
 
     Raises:
         ConfigError: the files or the job cannot be used as asked.
     """
-    output = args.output or STANDARD
     if args.dry_run:
         from fastdecode_rdma.batch.dry_run import dry_run
 
         return dry_run(args, source, work.directory, work.formats)
-    file_source = source if isinstance(source, LineSource) else None
+    files = _check_files(args, source)
+    with ExitStack() as stack:
+        begun = _begin(args, work, files)
+        if begun.writer is not None:
+            stack.callback(begun.writer.close)
+        if files.seen is not None and begun.done.count and begun.done.count == files.seen.num_lines:
+            say(f"all {begun.done.count} lines are in {files.output} already")
+            return EXIT_FAILED_LINES if begun.done.failed else 0
+        is_ray = getattr(args, "ray", False)
+        generator = stack.enter_context(_ray(args) if is_ray else work.load())
+        if begun.writer is None:
+            begun.writer = LineWriter(files.output, overwrite=args.overwrite)
+            stack.callback(begun.writer.close)
+            begun.job.save()
+        if is_ray:
+            run = _ray_run(args, work, files, begun)
+        else:
+            intake = Intake(
+                source,
+                work.formats(begun.job, generator.tokenizer),
+                begun.done,
+                limit=args.limit,
+            )
+            stack.callback(intake.close)
+            counts, progress = _counting(args, files, begun)
+            output = Output(begun.writer, ordered=args.ordered)
+            run = work.make_run(generator, source, intake, output, counts, progress)
+        again = None if files.state is None else _resume_command(args)
+        return _watch(run, begun.writer, again)
+
+
+def _check_files(args: argparse.Namespace, source: Source) -> _Files:
+    output = args.output or STANDARD
+    if is_table(output):
+        raise ConfigError(f"{output}: results are lines of JSON; name the output .jsonl")
+    file_source = None if isinstance(source, PromptLines) else source
     check_output(output, file_source, overwrite=args.overwrite, resume=args.resume)
-    path = state_path(output) if _is_resumable(file_source, output) else None
-    if args.resume and path is None:
+    state = state_path(output) if _is_resumable(file_source, output) else None
+    if args.resume and state is None:
         raise ConfigError("--resume needs files for --input and --output, no pipes")
     seen = None
     if file_source is not None and file_source.path is not None:
-        seen = scan_input(file_source.path)
-    facts = _facts(args, work, seen if path is not None else None)
-    counts = Counts(total=None if seen is None else min(seen.num_lines, args.limit or sys.maxsize))
-    with ExitStack() as stack:
-        writer, done = None, DoneLines()
-        if path is not None and args.resume and _holds_something(output):
-            job = load_job(facts, work.seed, path, output)
-            assert seen is not None
-            writer = LineWriter(output, overwrite=False, resume=True)
-            stack.callback(writer.close)
-            done = done_lines(writer, seen.last_number)
-            counts.resumed, counts.resumed_failed = done.count, done.failed
-            if done.count == seen.num_lines:
-                say(f"all {done.count} lines are in {output} already")
-                return EXIT_FAILED_LINES if done.failed else 0
-        else:
-            job = start_job(facts, work.seed, path)
-        generator = stack.enter_context(work.load())
-        if writer is None:
-            writer = LineWriter(output, overwrite=args.overwrite)
-            stack.callback(writer.close)
-            job.save()
-        intake = Intake(source, work.formats(job, generator.tokenizer), done, limit=args.limit)
-        stack.callback(intake.close)
-        counts.restart()
-        run = work.make_run(
-            generator,
-            source,
-            intake,
-            Output(writer, ordered=args.ordered),
-            counts,
-            Progress(counts, output_is_terminal=writer.is_terminal),
-        )
-        return _watch(run, writer, _resume_command(args) if path is not None else None)
+        seen = scan_input(file_source.lines())
+    return _Files(source, output, state, seen)
+
+
+def _begin(args: argparse.Namespace, work: Work, files: _Files) -> _Begun:
+    """Starts a job, or takes up the one that began the output."""
+    facts = _facts(args, work, None if files.state is None else files.seen)
+    if files.state is None or not args.resume or not _holds_something(files.output):
+        return _Begun(start_job(facts, work.seed, files.state))
+    job = load_job(facts, work.seed, files.state, files.output)
+    assert files.seen is not None
+    writer = LineWriter(files.output, overwrite=False, resume=True)
+    try:
+        return _Begun(job, writer, done_lines(writer, files.seen.last_number))
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _counting(args: argparse.Namespace, files: _Files, begun: _Begun) -> tuple[Counts, Progress]:
+    assert begun.writer is not None
+    total = None if files.seen is None else min(files.seen.num_lines, args.limit or sys.maxsize)
+    counts = Counts(resumed=begun.done.count, resumed_failed=begun.done.failed, total=total)
+    return counts, Progress(counts, output_is_terminal=begun.writer.is_terminal)
+
+
+def _ray(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Connects to the cluster."""
+    try:
+        from fastdecode_rdma.ray.files_run import connected
+    except ImportError as error:
+        raise ConfigError(
+            f"--ray needs Ray Data ({error}); install it with `pip install fastdecode_rdma[ray]`"
+        ) from error
+    return connected(args.ray_address, args.ray_engines + args.ray_workers)
+
+
+def _ray_run(args: argparse.Namespace, work: Work, files: _Files, begun: _Begun) -> Run:
+    from fastdecode_rdma.ray.files_run import RayRun, processor_config
+
+    assert begun.writer is not None and files.seen is not None
+    counts, progress = _counting(args, files, begun)
+    return RayRun(
+        processor_config(args, str(work.directory.resolve()), engine_options(args)),
+        args.input,
+        partial(work.formats, begun.job),
+        files.seen.first,
+        begun.done,
+        Output(begun.writer, ordered=False),  # Ray Data keeps the order itself
+        counts,
+        progress,
+        limit=args.limit,
+        ordered=args.ordered,
+    )
 
 
 def _watch(run: Run, writer: LineWriter, again: str | None) -> int:
@@ -231,7 +230,7 @@ def _watch(run: Run, writer: LineWriter, again: str | None) -> int:
     return EXIT_FAILED_LINES if run.counts.any_failed else 0
 
 
-def _is_resumable(source: LineSource | None, output: str) -> bool:
+def _is_resumable(source: LineSource | TableSource | None, output: str) -> bool:
     if source is None or source.path is None or output == STANDARD:
         return False
     try:
@@ -248,7 +247,7 @@ def _facts(args: argparse.Namespace, work: Work, seen: InputFacts | None) -> dic
     """What must be the same for a job to go on. A job that cannot needs but a name."""
     facts: dict[str, Any] = {
         "command": work.command,
-        **_model_options(args),
+        **model_options(args),
         "deterministic": args.deterministic,
         "ordered": args.ordered,
         **work.facts,

@@ -13,6 +13,7 @@ from fastdecode_rdma.batch.files import LineSource
 from fastdecode_rdma.batch.intake import FormatFor, Intake
 from fastdecode_rdma.batch.job import DoneLines, Job
 from fastdecode_rdma.batch.records import PromptLines, Record, message_of
+from fastdecode_rdma.batch.tables import TableSource
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models.config import ModelConfig
 from fastdecode_rdma.prompts import PromptEncoder
@@ -50,7 +51,7 @@ class Findings:
 
 def dry_run(
     args: argparse.Namespace,
-    source: LineSource | PromptLines,
+    source: LineSource | TableSource | PromptLines,
     directory: Path,
     formats: Callable[[Job, Tokenizer | None], FormatFor],
 ) -> int:

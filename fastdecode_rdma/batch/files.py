@@ -11,7 +11,8 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastdecode_rdma.errors import ConfigError
 
@@ -29,17 +30,21 @@ _BOM = b"\xef\xbb\xbf"
 @dataclass(frozen=True, slots=True)
 class RawLine:
     """A line without its end; `data` is None where it was too long to be kept. Numbers begin at 1
-    and count blank lines, as editors do."""
+    and count blank lines, as editors do. `offset` is its first byte's, from where the reading
+    began."""
 
     number: int
     data: bytes | None
+    offset: int = field(default=0, compare=False)
 
 
-def read_lines(fd: int, max_line_bytes: int | None = None) -> Iterator[RawLine]:
+def read_lines(
+    fd: int, max_line_bytes: int | None = None, *, first_number: int = 1
+) -> Iterator[RawLine]:
     """Yields the lines that are not blank. LF and CRLF end one, a BOM at the start is left out."""
     max_line_bytes = MAX_LINE_BYTES if max_line_bytes is None else max_line_bytes
     kept, nbytes = [], 0  # pieces of the line that is not ended yet, and its length
-    number = 1
+    number, offset = first_number, 0
     while True:
         chunk = os.read(fd, _CHUNK_BYTES)
         pieces = chunk.split(b"\n")
@@ -53,12 +58,20 @@ def read_lines(fd: int, max_line_bytes: int | None = None) -> Iterator[RawLine]:
                 continue  # the line goes on
             line = b"".join(kept).removeprefix(_BOM if number == 1 else b"").strip(b" \t\r")
             if nbytes > max_line_bytes:
-                yield RawLine(number, None)
+                yield RawLine(number, None, offset)
             elif line:
-                yield RawLine(number, line)
+                yield RawLine(number, line, offset)
+            offset += nbytes + 1
             kept, nbytes, number = [], 0, number + 1
         if not chunk:
             return
+
+
+class FileSource(Protocol):
+    """What an output is compared with."""
+
+    name: str
+    status: os.stat_result
 
 
 class LineSource:
@@ -129,6 +142,19 @@ class LineSource:
         self.ended = item is None
         return item
 
+    def lines(self) -> Iterator[RawLine]:
+        """Yields all lines of a file that can be read again (`path`), from the first.
+
+        Raises:
+            OSError: reading failed.
+        """
+        assert self.path is not None
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield from read_lines(fd)
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         """Closes a file; a pipe's thread may be waiting in it, and both end with the process."""
         if self._lines is not None:
@@ -140,7 +166,7 @@ def _nobody() -> None:
 
 
 def check_output(
-    path: str, source: LineSource | None, *, overwrite: bool, resume: bool = False
+    path: str, source: FileSource | None, *, overwrite: bool, resume: bool = False
 ) -> None:
     """Refuses an output that would destroy something, before any time is spent on it.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fastdecode_rdma.batch.files import LineSource, RawLine
 from fastdecode_rdma.batch.job import DoneLines, SeenIds
 from fastdecode_rdma.batch.records import LineFormat, PromptLines, Record
+from fastdecode_rdma.batch.tables import TableSource
 from fastdecode_rdma.errors import ConfigError
 
 FormatFor = Callable[[RawLine], LineFormat]
@@ -22,7 +23,7 @@ class Intake:
 
     def __init__(
         self,
-        source: LineSource | PromptLines,
+        source: LineSource | TableSource | PromptLines,
         format_for: FormatFor,
         done: DoneLines,
         *,

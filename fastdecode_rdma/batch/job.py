@@ -14,13 +14,13 @@ import os
 import sqlite3
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
-from fastdecode_rdma.batch.files import RawLine, read_lines
+from fastdecode_rdma.batch.files import RawLine
 from fastdecode_rdma.errors import ConfigError
 
 VERSION = 1
@@ -41,24 +41,16 @@ class InputFacts:
     first: RawLine | None
 
 
-def scan_input(path: str) -> InputFacts:
-    """Reads a file of lines once. Line ends and blank lines do not count, but for the numbers.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+def scan_input(lines: Iterable[RawLine]) -> InputFacts:
+    """Reads an input once. Line ends and blank lines do not count, but for the numbers."""
     hasher = hashlib.blake2b(digest_size=16)
     first, num_lines, number = None, 0, 0
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for line in read_lines(fd):
-            number, num_lines = line.number, num_lines + 1
-            first = first or line
-            data = b"" if line.data is None else line.data
-            hasher.update(b"%d %d\n" % (number, len(data)))
-            hasher.update(data)
-    finally:
-        os.close(fd)
+    for line in lines:
+        number, num_lines = line.number, num_lines + 1
+        first = first or line
+        data = b"" if line.data is None else line.data
+        hasher.update(b"%d %d\n" % (number, len(data)))
+        hasher.update(data)
     return InputFacts(hasher.hexdigest(), num_lines, number, first)
 
 

@@ -28,10 +28,6 @@ class Counts:
     total: int | None = None
     started: float = field(default_factory=time.monotonic)
 
-    def restart(self) -> None:
-        """Begins to count the time: the model is loaded."""
-        self.started = time.monotonic()
-
     def summary(self, tokens_under_way: int = 0) -> str:
         """One line for people."""
         tokens = self.tokens + tokens_under_way

@@ -18,6 +18,7 @@ from fastdecode_rdma.batch.intake import Intake
 from fastdecode_rdma.batch.output import Output
 from fastdecode_rdma.batch.progress import Counts, Progress, UnderWay
 from fastdecode_rdma.batch.records import PromptLines, Record
+from fastdecode_rdma.batch.tables import TableSource
 from fastdecode_rdma.errors import (
     ConfigError,
     FastDecodeError,
@@ -55,7 +56,7 @@ class BatchRun:
     def __init__(
         self,
         generator: Generator,
-        source: LineSource | PromptLines,
+        source: LineSource | TableSource | PromptLines,
         intake: Intake,
         output: Output,
         counts: Counts,

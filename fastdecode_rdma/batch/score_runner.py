@@ -15,6 +15,7 @@ from fastdecode_rdma.batch.progress import Counts, Progress, UnderWay
 from fastdecode_rdma.batch.records import PromptLines, Record
 from fastdecode_rdma.batch.runner import STOPPING, WAIT_S
 from fastdecode_rdma.batch.score_lines import Scored, ScoreLines
+from fastdecode_rdma.batch.tables import TableSource
 from fastdecode_rdma.errors import FastDecodeError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class ScoreRun:
     def __init__(
         self,
         generator: Generator,
-        source: LineSource | PromptLines,
+        source: LineSource | TableSource | PromptLines,
         intake: Intake,
         output: Output,
         counts: Counts,

@@ -13,7 +13,7 @@ import pytest
 
 from fastdecode_rdma import Generator
 from fastdecode_rdma.batch import output, progress
-from fastdecode_rdma.batch.files import LineWriter
+from fastdecode_rdma.batch.files import LineSource, LineWriter
 from fastdecode_rdma.batch.job import DoneLines, SeenIds, model_digest, scan_input
 from fastdecode_rdma.batch.output import Output
 from fastdecode_rdma.batch.progress import Counts, Progress, UnderWay, describe
@@ -125,8 +125,7 @@ def test_a_lost_worker_is_no_fault_of_a_line(model, tmp_path, capfd, monkeypatch
 def test_progress_is_a_line_a_minute_in_a_log(capfd, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    counts = Counts(total=100, resumed=20)
-    counts.restart()
+    counts = Counts(total=100, resumed=20, started=100.0)
     shown = Progress(counts, output_is_terminal=False)
     looks: list[int] = []
 
@@ -188,7 +187,7 @@ def test_done_lines_take_a_bit_each():
 def test_an_inputs_digest_is_of_its_lines(tmp_path):
     def facts(data: bytes):
         (tmp_path / "in").write_bytes(data)
-        return scan_input(str(tmp_path / "in"))
+        return scan_input(LineSource(str(tmp_path / "in")).lines())
 
     one = facts(b"a\nb\n\n")
     assert (one.num_lines, one.last_number) == (2, 2)

@@ -1,0 +1,158 @@
+"""Engines and attention workers on a Ray of this machine, one of whose workers dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from fastdecode_rdma import Generator, SamplingParams
+from fastdecode_rdma.cli import main
+from fastdecode_rdma.errors import ConfigError
+from fastdecode_rdma.ray import FastDecodeProcessorConfig, build_processor
+
+NUM_ROWS = 60
+ENGINE = {"deterministic": True, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A small Ray."""
+    ray.init(
+        num_cpus=7,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: Callable[..., Path]) -> Path:
+    """A tiny model."""
+    return tiny_models("llama")
+
+
+def config(model: Path, **changes: Any) -> FastDecodeProcessorConfig:
+    values = {
+        "model_source": str(model),
+        "engine_kwargs": ENGINE,
+        "concurrency": 2,
+        "num_workers": 4,
+        "worker_memory": "64MiB",
+        "worker_threads": 1,
+        "sampling_params": {"temperature": 0.0, "max_tokens": 12},
+        "batch_size": 5,
+    }
+    return FastDecodeProcessorConfig(**{**values, **changes})
+
+
+def test_a_dead_worker_costs_no_answer(cluster, model):
+    """Two engines, four workers; columns are carried, a bad row fails alone, and the worker that
+    was killed comes back where it was."""
+    rows = [{"number": i, "question": f"p{i % 7}", "tag": {"x": [i]}} for i in range(NUM_ROWS)]
+    processor = build_processor(
+        config(model),
+        preprocess=lambda row: {
+            "prompt": row["question"],
+            "sampling_params": {"max_tokens": -1 if row["number"] == 13 else 40, "seed": 1},
+        },
+        postprocess=lambda row: {
+            "number": row["number"], "tag": row["tag"], "answer": row["generated_text"],
+            "ids": row["generated_tokens"], "tokens": row["num_generated_tokens"],
+        },
+    )  # fmt: skip
+    with processor:
+        results = processor(ray.data.from_items(rows, override_num_blocks=12))
+        found: list[dict[str, Any]] = []
+        for row in results.iter_rows():
+            if not found:
+                victim = processor.pool.actors[0]
+                os.kill(ray.get(victim.pid.remote()), signal.SIGKILL)
+            found.append(row)
+        assert ray.get(victim.address.remote(), timeout=120) == processor.pool.addresses[0]
+    assert sorted(row["number"] for row in found) == [*range(NUM_ROWS)]
+    with Generator.from_pretrained(model, **ENGINE) as generator:
+        params = SamplingParams(temperature=0.0, max_tokens=40, seed=1)
+        expected = [generator.complete(f"p{i}", params)[0].outputs[0] for i in range(7)]
+    for row in found:
+        number = row["number"]
+        assert row["tag"] == {"x": [number]}
+        if number == 13:
+            assert row["__inference_error__"].startswith("ConfigError: max_tokens must be")
+            assert row["question"] == "p6" and row["generated_text"] is None
+            continue
+        assert row["__inference_error__"] == ""
+        assert list(row["ids"]) == expected[number % 7].token_ids
+        assert (row["answer"], row["tokens"]) == (expected[number % 7].text, len(row["ids"]))
+
+
+def test_a_file_is_answered_as_without_ray_and_resumed(cluster, model, tmp_path, capfd):
+    lines: list[Any] = [{"id": f"i{n}", "prompt": f"p{n}", "label": n} for n in range(150)]
+    lines[40], lines[90], lines[100] = "{", {"id": "i3", "prompt": "x"}, {"prompt": "no id"}
+    source = tmp_path / "in"
+    source.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+    options = ["generate", "--model", str(model), "-i", str(source), "--max-tokens", "4"]
+    options += ["--seed", "5", "--deterministic", "--max-num-seqs", "32"]
+    options.append("--ordered")
+    assert main([*options, "-o", str(tmp_path / "here")]) == 3
+    out = tmp_path / "out"
+    on_ray = [*options, "-o", str(out), "--ray", "--ray-workers", "2"]
+    on_ray += ["--ray-worker-memory", "64MiB"]
+    assert main([*on_ray, "--limit", "70"]) == 3
+    assert out.read_bytes().count(b"\n") == 70
+    out.write_bytes(out.read_bytes()[:-3])
+    assert main([*on_ray, "--resume"]) == 3
+    assert out.read_bytes() == (tmp_path / "here").read_bytes()
+    assert "81 requests (1 failed), " in capfd.readouterr().err.splitlines()[-1]
+    assert main([*options, "-o", str(out), "--resume"]) == 3  # the same job, with Ray or without
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"concurrency": 0}, "concurrency must be an integer of at least 1"),
+        ({"num_workers": True}, "num_workers must be"),
+        ({"sampling_params": {"max_token": 1}}, "did you mean 'max_tokens'"),
+        ({"worker_memory": "much"}, "as memory"),
+        ({"engine_kwargs": {"workers": ["h"]}}, "num_workers starts workers"),
+    ],
+)
+def test_a_wrong_config_says_what_is_wrong(model, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        config(model, **changes)
+
+
+def test_wrong_options_are_one_line(model, tmp_path, capfd):
+    source = tmp_path / "in"
+    source.write_text('{"prompt": "x"}\n')
+    options = ["generate", "--model", str(model), "--max-tokens", "1"]
+    for more, words in (
+        (["-i", str(source), "--ray-engines", "2"], "are for --ray"),
+        (["-i", str(source), "--ray", "--workers", "h"], "leave out --workers"),
+        (["-i", "-", "--ray"], "--ray needs --input with a file"),
+        (["-i", str(source), "--ray", "--ray-engines", "0"], "at least 1"),
+    ):
+        assert main([*options, *more]) == 2
+        error = capfd.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
+def test_ports_of_workers_are_forgotten_at_the_end(cluster, model):
+    pool = config(model, num_workers=1).start_workers()
+    (actor,) = pool.actors
+    pool.close()
+    pool.close()
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(actor.pid.remote(), timeout=5)
+        pytest.fail("the worker lives on")
