@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -27,9 +28,11 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = serve.make_server(
         argparse.Namespace(listen="127.0.0.1:0", token_file=None, insecure=False)
     )
+    server.config = replace(server.config, handshake_timeout_s=60.0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"rdma://127.0.0.1:{server.address[1]}?gid={os.environ.get('RDMA_VM_GID', 1)}"
+    options = f"gid={os.environ.get('RDMA_VM_GID', 1)}&connect_timeout_s=60"
+    yield f"rdma://127.0.0.1:{server.address[1]}?{options}"
     server.stop()
     thread.join()
     server.close(10.0)
