@@ -30,7 +30,7 @@ LAYERS = [
 ]
 """Rooms from bottom to top: a file imports from its own layer or those below."""
 
-SERVING = ("worker", "cli", "doctor", "hub", "engine", "bench", "ray")
+SERVING = ("worker", "cli", "doctor", "hub", "engine", "bench", "perfmodel", "ray")
 """Rooms that start workers, or ask what one would take."""
 
 NO_TORCH = (
