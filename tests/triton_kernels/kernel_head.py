@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fastdecode_rdma.triton_kernels import configs
-from fastdecode_rdma.triton_kernels.head import NO_TOKEN, head_statistics
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.reference import top_logits
+from fastdecode_rdma.triton_kernels import configs
+from fastdecode_rdma.triton_kernels.head import NO_TOKEN, head_statistics
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    torch.manual_seed(sum(shape))
+    return torch.randn(*shape).to(dtype)
 
 
 def check(num_rows, width, vocab, count, *, dtype=torch.float32, scale=1.0, softcap=None) -> None:

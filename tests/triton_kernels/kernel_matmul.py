@@ -6,12 +6,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fastdecode_rdma.triton_kernels.matmul import ACTIVATIONS, matmul
-from fastdecode_rdma.triton_kernels.norms import Norm
-from fastdecode_rdma.triton_kernels.quantized import dequantize, quantize_int4, quantize_int8
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.reference import ReferenceOps, projection
+from fastdecode_rdma.triton_kernels.launch import INTERPRETED
+from fastdecode_rdma.triton_kernels.matmul import ACTIVATIONS, matmul
+from fastdecode_rdma.triton_kernels.norms import Norm
+from fastdecode_rdma.triton_kernels.quantized import dequantize, quantize_int4, quantize_int8
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 """Relative error of storing one number; the interpreter truncates to bf16."""
@@ -21,8 +22,8 @@ TINY = 2.0**-25
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype)
+    torch.manual_seed(seed + sum(shape))
+    return torch.randn(*shape).to(dtype)
 
 
 def weight_of(kind: str, num_out: int, num_in: int, dtype: torch.dtype):
@@ -147,7 +148,7 @@ def _dot_kernel(x_ptr, out_ptr):
 
 
 def test_the_interpreter_still_gets_bf16_products_wrong() -> None:
-    """If this fails, the kernels need no UPCAST any more."""
+    """If this fails, the kernels need no UPCAST any more. On a GPU they are right."""
     x, out = random(16, 16, dtype=torch.bfloat16), torch.zeros(16, 16)
     _dot_kernel[(1,)](x, out)
-    assert not torch.allclose(out, x.float() @ x.float(), rtol=0.1)
+    assert torch.allclose(out, x.float() @ x.float(), rtol=0.1, atol=0.1) is not INTERPRETED

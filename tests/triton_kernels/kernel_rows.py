@@ -6,12 +6,12 @@ import threading
 
 import pytest
 import torch
-from fastdecode_rdma.triton_kernels.exchange import Doorbell
-from fastdecode_rdma.triton_kernels.rows import HeadNorm, gather_rows, pack_rows
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models.rope import KINDS, ORIGINAL_LEN, RopeSpec, rope_table
 from fastdecode_rdma.reference import ReferenceOps
+from fastdecode_rdma.triton_kernels.exchange import Doorbell
+from fastdecode_rdma.triton_kernels.rows import HeadNorm, gather_rows, pack_rows
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 """Relative error of storing one number; the interpreter truncates to bf16."""
@@ -30,9 +30,20 @@ def rope_spec(kind: str, rot_dim: int) -> RopeSpec:
     return RopeSpec(rot_dim, kind=kind, params=given, attention_factor=1.25)
 
 
+def pinned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros in the CPU's memory; on a GPU machine pinned, so that kernels reach them."""
+    on_gpu = torch.empty(0).is_cuda
+    return torch.zeros(*shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
+
+
+def wait_for_kernels() -> None:
+    if torch.empty(0).is_cuda:
+        torch.cuda.synchronize()
+
+
 def doorbell() -> Doorbell:
-    names = ("number", "seen", "request", "reply")
-    counters = {name: torch.zeros(1, dtype=torch.int64) for name in names}
+    counters = {name: torch.zeros(1, dtype=torch.int64) for name in ("number", "seen")}
+    counters |= {name: pinned(1, dtype=torch.int64) for name in ("request", "reply")}
     return Doorbell(arrivals=torch.zeros(1, dtype=torch.int32), **counters)
 
 
@@ -46,16 +57,16 @@ def check_pack(
     dtype=torch.float32, wire=torch.float32,
 ):  # fmt: skip
     """Packs random rows, compares them with float64, returns nothing."""
-    generator = torch.Generator().manual_seed(num_rows + dim)
+    torch.manual_seed(num_rows + dim)
     width = (heads + 2 * kv_heads) * dim
-    qkv = torch.randn(num_rows, width, generator=generator).to(dtype)
-    added = torch.randn(width, generator=generator) if bias else None
-    positions = torch.randint(0, 64, (num_rows,), generator=generator)
+    qkv = torch.randn(num_rows, width).to(dtype)
+    added = torch.randn(width) if bias else None
+    positions = torch.randint(0, 64, (num_rows,))
     rope = None if spec is None else rope_table(spec, 64)
     weights = None
     if norm is not None:
         sizes = (dim, dim) if norm == "head" else (heads * dim, kv_heads * dim)
-        weights = [torch.randn(size, generator=generator) for size in sizes]
+        weights = [torch.randn(size) for size in sizes]
     slots = torch.full((num_rows, width + 24), 7.0).to(wire)  # rows of a multiple of 16 bytes
     table = slot_table(slots)
     if num_rows > 1:
@@ -117,6 +128,7 @@ def ring(bell: Doorbell, num_rows: int) -> None:
         torch.randn(num_rows, 24), slot_table(slots), torch.zeros(num_rows, dtype=torch.int64),
         num_q_heads=1, num_kv_heads=1, wire_dtype=torch.float32, doorbell=bell,
     )  # fmt: skip
+    wait_for_kernels()
 
 
 def test_the_last_program_rings() -> None:
@@ -139,7 +151,7 @@ def test_gather(wire) -> None:
 
 
 def test_gather_waits_for_the_reply_to_the_last_number() -> None:
-    bell, replies, out = doorbell(), torch.zeros(2, 8), torch.empty(2, 8)
+    bell, replies, out = doorbell(), pinned(2, 8), torch.empty(2, 8)
     ring(bell, 2)
     ring(bell, 2)
     bell.reply.fill_(1)  # of the number before

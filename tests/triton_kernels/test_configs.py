@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.triton_kernels import configs
 from fastdecode_rdma.triton_kernels.quantized import (
     AWQ_ORDER,
@@ -14,8 +16,6 @@ from fastdecode_rdma.triton_kernels.quantized import (
     repack_awq,
     repack_gptq,
 )
-
-from fastdecode_rdma.errors import ConfigError
 
 
 def test_every_number_of_rows_has_a_configuration() -> None:
