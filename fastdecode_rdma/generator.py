@@ -22,7 +22,8 @@ from fastdecode_rdma.prompt_logprobs import PromptLogprobs
 from fastdecode_rdma.prompts import Prompt, PromptEncoder, is_single_prompt
 from fastdecode_rdma.requests import RequestFactory
 from fastdecode_rdma.results import ResultCollector
-from fastdecode_rdma.scoring import Loglikelihood, Scorer, Text
+from fastdecode_rdma.score_text import Text
+from fastdecode_rdma.scoring import Loglikelihood, Scorer
 from fastdecode_rdma.sequence import RequestOutput, SamplingParams
 from fastdecode_rdma.stats import GeneratorStats
 from fastdecode_rdma.stream import EventStream, MakeRequest, Submission

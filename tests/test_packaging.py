@@ -23,7 +23,8 @@ LAYERS = [
     {"reference", "ops", "tokenizer", "logit_rules", "logprobs", "sampling", "prompt_logprobs"},
     {"scheduler"},
     {"models"},
-    {"engine", "prompts", "stream", "results", "requests", "inbox", "handles", "scoring"},
+    {"engine", "prompts", "stream", "results", "requests", "inbox", "handles", "scoring"}
+    | {"score_text"},
     {"generator"},
     {"batch", "bench", "eval", "perfmodel", "terminal", "hub", "doctor", "cli"}
     | {"generate_command", "score_command", "ray"},

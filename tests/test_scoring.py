@@ -15,7 +15,7 @@ import torch
 
 from fastdecode_rdma import ConfigError, FastDecodeError, Generator, Loglikelihood, SamplingParams
 from fastdecode_rdma.engine.scoring import ScoreItem
-from fastdecode_rdma.scoring import rolling_spans
+from fastdecode_rdma.score_text import rolling_spans
 
 BOS, EOS = 256, 257
 

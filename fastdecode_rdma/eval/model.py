@@ -94,12 +94,9 @@ class FastDecodeLM(TemplateLM):
         longest = as_int("max_length", max_length or max_model_len, low=2)
         more = generator_arguments(arguments)
         if isinstance(pretrained, Generator):
-            if more or workers is not None or tokenizer is not None:
-                names = [
-                    *more,
-                    *(["workers"] if workers else []),
-                    *(["tokenizer"] * bool(tokenizer)),
-                ]
+            loading = {"workers": workers, "tokenizer": tokenizer}
+            names = [*more, *(name for name, value in loading.items() if value is not None)]
+            if names:
                 raise ConfigError(f"a Generator is open already: leave out {', '.join(names)}")
             self.generator, self._name = pretrained, pretrained.stats().model_name
         else:
