@@ -54,7 +54,7 @@ MATMUL: dict[str, tuple[RowClass, ...]] = {
     ),
     "int4": (
         RowClass(16, TileConfig(16, 32, 128, 4, 4), TileConfig(16, 32, 128, 4, 3)),
-        RowClass(ANY_ROWS, TileConfig(64, 64, 128, 4, 3), TileConfig(64, 32, 128, 4, 3)),
+        RowClass(ANY_ROWS, TileConfig(64, 32, 128, 4, 3), TileConfig(64, 32, 128, 4, 3)),
     ),
 }
 
