@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -51,8 +52,14 @@ def test_every_layer_of_every_mini_batch_and_worker_is_in_the_trace(
     path = tmp_path / "out.json"
     prompts = [[i] * 20 for i in range(4)]
     expected = [o.outputs[0].token_ids for o in gen.complete(prompts, GREEDY)]
+    gate, loop = threading.Event(), gen._loop
     with gen.trace(path):
-        traced = [o.outputs[0].token_ids for o in gen.complete(prompts, GREEDY)]
+        with loop._wake:  # nothing starts until all are there
+            loop._commands.append(gate.wait)
+            loop._wake.notify()
+        handles = [gen.submit(prompt, GREEDY) for prompt in prompts]
+        gate.set()
+        traced = [handle.result().outputs[0].token_ids for handle in handles]
     assert traced == expected
     names, tracks = read(path)
     workers = [f"worker {info.name}" for info in gen._parts.backend.infos()]
