@@ -133,8 +133,11 @@ def _save_tiny(path: Path, family: str, changes: dict[str, object]) -> Path:
         "gemma2": (
             transformers.Gemma2Config,
             {
-                **llama, "sliding_window": 20, "query_pre_attn_scalar": 16,
-                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+                **llama,
+                "sliding_window": 20,
+                "query_pre_attn_scalar": 16,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 5.0,
             },
         ),
         "opt": (

@@ -29,7 +29,7 @@ def is_server(source: str) -> bool:
     return "FastAPI()" in source
 
 
-SCRIPTS = [source for source in blocks("python") if not is_server(source)]
+GENERATION, SCORING = (source for source in blocks("python") if not is_server(source))
 
 
 def run_example(source: str, model_dir: Path) -> dict[str, Any]:
@@ -73,15 +73,19 @@ def gemma3_chat_dir(gemma3_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("model", ["smollm2_dir", "gemma3_chat_dir"])
-@pytest.mark.parametrize("number", range(len(SCRIPTS)))
-def test_python_examples_run_as_written(
-    number: int, model: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+def test_generation_runs_as_written(
+    model: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The chat of the example goes through the model's own template."""
-    names = run_example(SCRIPTS[number], request.getfixturevalue(model))
+    names = run_example(GENERATION, request.getfixturevalue(model))
     printed = capsys.readouterr().out
     assert model != "smollm2_dir" or "Paris" in printed, printed
     assert [len(output.token_ids) > 3 for output in names["result"].outputs] == [True, True]
+
+
+def test_scoring_runs_as_written(smollm2_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_example(SCORING, smollm2_dir)
+    assert names["pair"].is_greedy and len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +200,7 @@ def test_there_is_an_example_and_it_is_public() -> None:
 
 def test_commands_and_arguments_named_in_the_text_exist() -> None:
     text = README.read_text()
-    named = set(re.findall(r"(?:^|`|/)fastdecode ([a-z]+)", text, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`|/)fastdecode ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE))
     assert named and named <= set(COMMANDS), named - set(COMMANDS)
     arguments = set(
         re.findall(r"\b(\w+)=", " ".join(re.findall(r"from_pretrained\((.*?)\)", text, re.DOTALL)))
