@@ -38,9 +38,13 @@ enum {
     FD_UPLOAD = 1,    /* entry flag: the rows come by store() */
 };
 enum { FD_FP32 = 0, FD_FP16 = 1, FD_BF16 = 2, FD_INT8 = 3, FD_INT4 = 4 }; /* the last two hold K/V only */
-enum { FD_STEP_BYTES = 8 << 10, FD_STEP_ROWS = 16 }; /* of K or V handled at a time, and the least rows; see step_rows */
+enum { FD_STEP_BYTES = 9 << 10, FD_STEP_ROWS = 16 }; /* of K or V handled at a time, and the least rows; see step_rows */
 enum { FD_CHUNK = 32 }; /* head dimensions between two looks at what is being prefetched */
 enum { FD_INT8_SCALE_BYTES = 4, FD_INT4_GROUP_BYTES = 20 }; /* see attention_quant.h */
+/* Largest integers of quantised queries, of up to FD_NARROW_DIM dimensions and of more, and of weights: see
+ * attention_integer.h. */
+enum { FD_NARROW_DIM = 512, FD_NARROW_LIMIT = 32767, FD_WIDE_LIMIT = 16383, FD_WEIGHT_LIMIT = 32768 };
+#define FD_WEIGHT_TINY 1e-34f /* as FD_WEIGHT_LIMIT over them */
 #define FD_QUANT_TINY 1e-35f /* values of this size are zero: their scale has no finite inverse */
 
 typedef struct fd_slab fd_slab;

@@ -38,6 +38,34 @@ FD_INLINE void ISA(nibbles)(const char *p, vf *x) {
     fd_avx2_nibbles(p, both);
     *x = ISA(join)(both[0], both[1]);
 }
+FD_INLINE vi ISA(join_whole)(v8i low, v8i high) { return (vi)ISA(join)((v8f)low, (v8f)high); }
+FD_INLINE vi ISA(madd)(vi a, vi b) {
+    return ISA(join_whole)(fd_avx2_madd((v8i)ISA(low)((vf)a), (v8i)ISA(low)((vf)b)),
+                           fd_avx2_madd((v8i)ISA(high)((vf)a), (v8i)ISA(high)((vf)b)));
+}
+FD_INLINE vi ISA(words)(const char *p, int count) {
+    return ISA(join_whole)(fd_avx2_words(p, count < 16 ? 8 : 16),
+                           count > 16 ? fd_avx2_words(p + 16, count - 16) : (v8i){0});
+}
+FD_INLINE void ISA(byte_pairs)(const char *a, const char *b, vi *x) {
+    v8i both[2];
+    fd_avx2_byte_pairs(a, b, both);
+    *x = ISA(join_whole)(both[0], both[1]);
+}
+FD_INLINE void ISA(nibble_words)(const char *p, int nbytes, vi *x) {
+    v8i both[2];
+    fd_avx2_nibble_words(p, nbytes, both);
+    *x = ISA(join_whole)(both[0], both[1]);
+}
+FD_INLINE void ISA(nibble_pairs)(const char *a, const char *b, vi *x) {
+    v8i both[2];
+    fd_avx2_nibble_pairs(a, b, both);
+    *x = ISA(join_whole)(both[0], both[1]);
+}
+FD_INLINE void ISA(store_words)(int16_t *p, vi x) {
+    fd_avx2_store_words(p, (v8i)ISA(low)((vf)x));
+    fd_avx2_store_words(p + 8, (v8i)ISA(high)((vf)x));
+}
 
 #else
 
@@ -69,7 +97,69 @@ FD_INLINE void ISA(nibbles)(const char *p, vf *x) {
     const __m128i both = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)); /* the mask drops a neighbour's bits */
     *x = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(both, _mm_set1_epi8(15))));
 }
+FD_INLINE vi ISA(join_whole)(v8i low, v8i high) {
+    return (vi)_mm512_inserti32x8(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1);
+}
+/* Sums of each two neighbouring products of 16-bit integers. */
+FD_INLINE vi ISA(madd)(vi a, vi b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+/* 8, 16, 24 or 32 bytes as 16-bit integers. */
+FD_INLINE vi ISA(words)(const char *p, int count) {
+    const __m256i bytes = count < 32 ? _mm256_maskz_loadu_epi8((1u << count) - 1, p)
+                                     : _mm256_loadu_si256((const __m256i *)p);
+    return (vi)_mm512_cvtepi8_epi16(bytes);
+}
+/* 16 bytes of two rows each as pairs of 16-bit integers. */
+FD_INLINE void ISA(byte_pairs)(const char *a, const char *b, vi *x) {
+    const __m128i p = _mm_loadu_si128((const __m128i *)a), q = _mm_loadu_si128((const __m128i *)b);
+    *x = (vi)_mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(p, q), _mm_unpacklo_epi8(p, q)));
+}
+FD_INLINE vi ISA(split_nibbles)(__m128i bytes) { /* the mask drops a neighbour's bits */
+    const __m256i both = _mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes);
+    return (vi)_mm512_cvtepu8_epi16(_mm256_and_si256(both, _mm256_set1_epi8(15)));
+}
+/* 32 nibbles of 8 or 16 bytes as 16-bit integers: the low ones, then the high ones. */
+FD_INLINE void ISA(nibble_words)(const char *p, int nbytes, vi *x) {
+    *x = ISA(split_nibbles)(nbytes < 16 ? _mm_loadl_epi64((const __m128i *)p) : _mm_loadu_si128((const __m128i *)p));
+}
+/* 16 nibbles of two rows each, of 8 bytes, as pairs of 16-bit integers. */
+FD_INLINE void ISA(nibble_pairs)(const char *a, const char *b, vi *x) {
+    *x = ISA(split_nibbles)(
+        _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)a), _mm_loadl_epi64((const __m128i *)b)));
+}
+/* Integers that 16 bits hold. */
+FD_INLINE void ISA(store_words)(int16_t *p, vi x) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));
+}
 
 #endif
 
 FD_INLINE v4f ISA(fold)(vf v) { return fd_avx2_fold(ISA(low)(v) + ISA(high)(v)); }
+
+/* The four sums over the lanes of a, b, c, d. */
+FD_INLINE v8i ISA(halved)(vi v) { return (v8i)ISA(low)((vf)v) + (v8i)ISA(high)((vf)v); }
+FD_INLINE v4i ISA(sums_whole)(vi a, vi b, vi c, vi d) {
+    return fd_avx2_sums_whole(ISA(halved)(a), ISA(halved)(b), ISA(halved)(c), ISA(halved)(d));
+}
+FD_INLINE v4f ISA(sums)(vf a, vf b, vf c, vf d) {
+    return fd_avx2_sums(ISA(low)(a) + ISA(high)(a), ISA(low)(b) + ISA(high)(b), ISA(low)(c) + ISA(high)(c),
+                             ISA(low)(d) + ISA(high)(d));
+}
+FD_INLINE vi ISA(gather)(const char *p, size_t row) {
+    int32_t x[VL];
+    FD_UNROLL
+    for (int i = 0; i < VL; i++) memcpy(&x[i], p + i * row, sizeof *x);
+    return (vi){x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15]};
+}
+FD_INLINE void ISA(gather_four)(const char *p, size_t row, vi *x) {
+    v8i low[4], high[4];
+    fd_avx2_gather_four(p, row, low);
+    fd_avx2_gather_four(p + 8 * row, row, high);
+    FD_UNROLL
+    for (int g = 0; g < 4; g++) x[g] = ISA(join_whole)(low[g], high[g]);
+}
+/* 8 bytes of two rows each, in the first half. */
+FD_INLINE void ISA(eight_pairs)(const char *a, const char *b, vi *x) {
+    v8i first;
+    fd_avx2_eight_pairs(a, b, &first);
+    *x = (vi)ISA(extend)((v8f)first);
+}

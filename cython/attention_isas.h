@@ -1,10 +1,12 @@
-/* The kernel once for each instruction set. A set has VL lanes, FD_REGISTERS vector registers and a file of primitives;
- * everything else is written once, over GCC's vector types. */
+/* The kernel once for each instruction set. A set has VL lanes, FD_REGISTERS vector registers, FD_INTEGERS if it
+ * multiplies int8 and int4 rows as integers (attention_integer.h), and a file of primitives; everything else is written
+ * once, over GCC's vector types. */
 
 #define ISA(name) fd_base_##name
 #define FD_ISA_NAME "baseline"
 #define FD_PRIMITIVES "attention_base.h"
 #define FD_REGISTERS 16
+#define FD_INTEGERS 1
 #define VL 4
 #define vf v4f
 #define vi v4i
@@ -17,6 +19,7 @@
 #define FD_ISA_NAME "avx2"
 #define FD_PRIMITIVES "attention_avx2.h"
 #define FD_REGISTERS 16
+#define FD_INTEGERS 1
 #define VL 8
 #define vf v8f
 #define vi v8i
@@ -35,6 +38,7 @@
 #define FD_ISA_NAME "avx512"
 #define FD_PRIMITIVES "attention_avx512.h"
 #define FD_REGISTERS 32
+#define FD_INTEGERS 1
 #define VL 16
 #define vf v16f
 #define vi v16i
@@ -47,6 +51,7 @@
 #define FD_ISA_NAME "neon"
 #define FD_PRIMITIVES "attention_neon.h"
 #define FD_REGISTERS 32
+#define FD_INTEGERS 0 /* its products of 16-bit integers add no neighbours; not measured on such a processor */
 #define VL 4
 #define vf v4f
 #define vi v4i

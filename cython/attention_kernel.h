@@ -1,9 +1,11 @@
 /* Attention of a few query vectors over one segment of one KV head; see attention_simd.h for ISA().
  *
  * What makes the bits of an output depend on (q, KV, SEG, ISA) alone:
- *  - a score is one chain of fused products over the head dimension and one fixed tree over the lanes;
+ *  - a score is one chain of fused products over the head dimension and one fixed tree over the lanes (int8: a sum of
+ *    integers, which is exact; int4: such sums of its groups, in a chain);
  *  - the softmax of a segment sums its weights by lanes of absolute position;
- *  - the weighted sum of V adds tokens in order, one chain per output element;
+ *  - the weighted sum of V adds tokens in order, one chain per output element (int8 and int4: exact sums of steps,
+ *    which begin at multiples of step_rows, in a chain);
  *  - segments begin at multiples of FD_SEG and merge in order.
  * How vectors and tokens are tiled, and which thread runs what, changes none of these chains. */
 
@@ -36,17 +38,79 @@ FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; 
 
 /* Rows that a pass handles at a time: they and the rows fetched meanwhile stay in L1. Divides FD_BLOCK. */
 FD_INLINE int ISA(step_rows)(size_t row) {
+    const int least = (int)fd_max(FD_STEP_ROWS, 2 * VL); /* integers go in pairs of vectors */
     int rows = FD_BLOCK;
-    while (rows > FD_STEP_ROWS && rows * row > FD_STEP_BYTES) rows /= 2;
+    while (rows > least && rows * row > FD_STEP_BYTES) rows /= 2;
     return rows;
 }
 
+#if FD_INTEGERS
+
+/* Scores of a step's tokens of what the integers' sums are. */
+static void ISA(scale_step)(const ISA(view) *view, int n, const ISA(span) *spans, const ISA(queries) *q, const char *k,
+                            int b, int step, float *scores) {
+    vi headers[FD_MAX_DIM / 32 * FD_BLOCK / VL];
+    const int dtype = view->dtype;
+    if (dtype == FD_INT8) ISA(gather_headers)(FD_INT8, k, view->group->row_bytes, step, 1, headers);
+    else ISA(gather_headers)(FD_INT4, k, view->group->row_bytes, step, q->groups, headers);
+    for (int v = 0; v < n; v++) {
+        const int from = (int)fd_max(0, spans[v].lo - b), to = (int)fd_min(step, spans[v].hi - b);
+        float *of_step = scores + v * FD_SCORES + b;
+        if (dtype == FD_INT8) ISA(scale_scores)(FD_INT8, q, v, headers, from, to, of_step);
+        else ISA(scale_scores)(FD_INT4, q, v, headers, from, to, of_step);
+    }
+}
+
+/* Integers of h vectors' weights of one step, of which they see tokens [first, last). */
+static __attribute__((noinline)) void ISA(quantise_step)(int dtype, int h, const ISA(span) *spans, int b, int step,
+                                                         int first, int last, const float *weights, const vi *headers,
+                                                         ISA(step_scales) *scales, const ISA(weights) *made) {
+    for (int j = 0; j < h; j++, weights += FD_SCORES) {
+        const int from = (int)fd_min(step, fd_max(0, spans[j].lo - b));
+        const int to = (int)fd_max(from, fd_min(step, spans[j].hi - b));
+        if (from != scales->from || to != scales->to) {
+            if (dtype == FD_INT8) ISA(prepare_scales)(FD_INT8, headers, step, from, to, scales);
+            else ISA(prepare_scales)(FD_INT4, headers, step, from, to, scales);
+        }
+        if (dtype == FD_INT8) ISA(quantise_weights)(FD_INT8, weights, first, last, scales, j, made);
+        else ISA(quantise_weights)(FD_INT4, weights, first, last, scales, j, made);
+    }
+}
+
+/* One step of the V pass: rows at v, whose first is token b. */
+static void ISA(value_step)(const ISA(view) *view, int n, const ISA(span) *spans, const char *v, int b, int step,
+                              const float *weights, ISA(stream) *stream, float *acc) {
+    enum { MOST = FD_MAX_DIM / 32, WORDS = ISA(WORDS) };
+    const int dim = view->group->head_dim, dtype = view->dtype, groups = dtype == FD_INT4 ? (dim + 31) / 32 : 1;
+    const size_t row = view->group->row_bytes;
+    const ISA(add_integers_fn) *adds = ISA(adds_integers)[dtype - FD_INT8];
+    float worth[4 * MOST], minima[4 * MOST];
+    vi pairs[4 * MOST * FD_BLOCK / WORDS], headers[MOST * FD_BLOCK / VL];
+    ISA(step_scales) scales;
+    const ISA(weights) made = {pairs, worth, minima, groups};
+    ISA(gather_headers)(dtype, v, row, step, groups, headers);
+    scales.from = scales.to = -1;
+    scales.groups = groups;
+    for (int i = 0, h; i < n; i += h) {
+        h = ISA(tile)(n - i);
+        const int first = (int)fd_max(0, spans[i].lo - b) / WORDS * WORDS;
+        const int last = ((int)fd_min(step, spans[i + h - 1].hi - b) + WORDS - 1) / WORDS * WORDS;
+        if (first >= last) continue;
+        ISA(quantise_step)(dtype, h, spans + i, b, step, first, last, weights + i * FD_SCORES + b, headers, &scales,
+                           &made);
+        adds[h - 1](&made, v, row, first, last, stream, acc + i * dim, dim, 0);
+    }
+}
+
+#endif
+
 /* K pass: scores of all vectors over the union of their spans, step by step. */
-static void ISA(score_pass)(const ISA(view) *view, int n, const ISA(span) *spans, const float *q, float *scores) {
+static void ISA(score_pass)(const ISA(view) *view, int n, const ISA(span) *spans, const ISA(queries) *q,
+                            float *scores) {
     const int dim = view->group->head_dim, end = spans[n - 1].hi;
     const ISA(dot_fn) *dots = ISA(dots)[view->dtype];
     const size_t row = view->group->row_bytes;
-    const int step = ISA(step_rows)(row);
+    const int step = ISA(step_rows)(row), whole = ISA(in_integers)(view->dtype);
     for (int b = spans[0].lo / step * step; b < end; b += step) {
         const char *k = ISA(row)(view, b) + view->k_offset;
         int more = b + step < end; /* then fetch the next K rows, else the first V rows */
@@ -56,15 +120,18 @@ static void ISA(score_pass)(const ISA(view) *view, int n, const ISA(span) *spans
         int64_t tiles = 0;
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
-            const int tokens = ISA(tile_tokens)(h, view->dtype);
+            const int tokens = whole ? ISA(integer_tokens)(h) : ISA(tile_tokens)(h, view->dtype);
             tiles += (fd_min(step, spans[v + h - 1].hi - b) + tokens - 1) / tokens;
         }
         ISA(stream) stream = ISA(stream_of)(ahead, ahead_rows * row, tiles * fd_max(1, dim / FD_CHUNK));
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
             const int from = (int)fd_max(0, spans[v].lo - b), to = (int)fd_min(step, spans[v + h - 1].hi - b);
-            dots[h - 1](q + v * dim, dim, k, row, from, to, step, &stream, scores + v * FD_SCORES + b);
+            dots[h - 1](q, v, k, row, from, to, step, &stream, scores + v * FD_SCORES + b);
         }
+#if FD_INTEGERS
+        if (whole) ISA(scale_step)(view, n, spans, q, k, b, step, scores);
+#endif
     }
 }
 
@@ -84,14 +151,15 @@ FD_INLINE void ISA(scale_weights)(const char *v, size_t row, int b, int step, in
 /* V pass. Vectors of a tile share the tokens that all of them see; the ragged ends go one by one, in order. */
 static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans, float *weights, float *acc) {
     const int dim = view->group->head_dim, end = spans[n - 1].hi;
-    const ISA(add_fn) *adds = ISA(adds)[view->dtype];
+    const int whole = ISA(in_integers)(view->dtype);
+    const ISA(add_fn) *adds = ISA(adds)[whole ? 0 : view->dtype];
     const size_t row = view->group->row_bytes;
     const int step = ISA(step_rows)(row);
     ISA(stream) none = {0};
-    int slices = 0; /* passes over the tokens of a step */
+    int slices = 0; /* passes over the tokens of a step, twice: integers go in pairs of tokens */
     for (int i = 0, h; i < n; i += h) {
         h = ISA(tile)(n - i);
-        slices += ISA(slices)(h, dim);
+        slices += whole ? ISA(integer_slices)(h, dim, view->dtype) : 2 * ISA(slices)(h, dim);
     }
     memset(acc, 0, (size_t)n * dim * sizeof *acc);
     for (int b = spans[0].lo / step * step; b < end; b += step) {
@@ -104,7 +172,13 @@ static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans
             ahead_rows = (int)fd_min(step, view->next_rows);
         }
         const int tokens = (int)(fd_min(step, end - b) - fd_max(0, spans[0].lo - b));
-        ISA(stream) stream = ISA(stream_of)(ahead, ahead_rows * row, (int64_t)slices * tokens);
+        ISA(stream) stream = ISA(stream_of)(ahead, ahead_rows * row, (int64_t)slices * tokens / 2);
+#if FD_INTEGERS
+        if (whole) {
+            ISA(value_step)(view, n, spans, v, b, step, weights, &stream, acc);
+            continue;
+        }
+#endif
         if (view->dtype == FD_INT8) ISA(scale_weights)(v, row, b, step, n, spans, weights);
         for (int i = 0, h; i < n; i += h) {
             h = ISA(tile)(n - i);
@@ -178,8 +252,8 @@ static void ISA(softmax_pass)(const ISA(view) *view, int n, const ISA(span) *spa
 }
 
 /* One segment: maxima, sums and unnormalised outputs of n vectors, whose spans ascend and are not empty. */
-static void ISA(segment)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap, const float *q,
-                         float *scores, float *maxima, float *sums, float *acc) {
+static void ISA(segment)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap,
+                         const ISA(queries) *q, float *scores, float *maxima, float *sums, float *acc) {
     ISA(score_pass)(view, n, spans, q, scores);
     ISA(softmax_pass)(view, n, spans, softcap, scores, maxima, sums);
     ISA(value_pass)(view, n, spans, scores, acc);

@@ -73,7 +73,8 @@ static int fd_set_scores(fd_ctx *ctx, int32_t g, const float *sinks, const float
 static int fd_alloc_scratch(fd_ctx *ctx) {
     int64_t dim = 0;
     for (int32_t g = 0; g < ctx->num_groups; g++) dim = fd_max(dim, ctx->groups[g].head_dim);
-    ctx->scratch_floats = (3 * dim + FD_SCORES) * FD_VECTORS + dim;
+    const int64_t width = (dim + 31) / 32 * 17 + 1; /* of a query's integers, their sums and scale */
+    ctx->scratch_floats = (3 * dim + FD_SCORES + width) * FD_VECTORS + dim;
     ctx->scratch_floats = (ctx->scratch_floats + 1023) / 1024 * 1024; /* no page shared by two threads */
     size_t nbytes = (size_t)(ctx->scratch_floats * ctx->num_threads) * sizeof(float);
     return !posix_memalign((void **)&ctx->scratch, 4096, nbytes);

@@ -7,6 +7,7 @@
 #undef FD_ISA_NAME
 #undef FD_PRIMITIVES
 #undef FD_REGISTERS
+#undef FD_INTEGERS
 #undef VL
 #undef vf
 #undef vi

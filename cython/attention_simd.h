@@ -6,6 +6,12 @@
 
 #define FD_INLINE static inline __attribute__((always_inline))
 #define FD_UNROLL _Pragma("GCC unroll 8") /* before the arrays of vectors are split into registers */
+#define FD_ROLLED _Pragma("GCC unroll 1")
+#if defined(__x86_64__) && !defined(FD_EMULATE_AVX512)
+#define FD_KEEP(v) __asm__("" : "+v"(v)) /* in a register: gcc would load it anew for each use, which costs more */
+#else
+#define FD_KEEP(v) (void)0
+#endif
 
 FD_INLINE vf ISA(load)(const float *p) {
     vf v;
@@ -70,13 +76,14 @@ FD_INLINE void ISA(store_lanes)(float *p, vf v, const int lanes) {
 }
 #endif
 
+#if VL == 4
 /* The four sums over the lanes of a, b, c, d. */
 FD_INLINE v4f ISA(sums)(vf a, vf b, vf c, vf d) {
-    v4f e = ISA(fold)(a), f = ISA(fold)(b), g = ISA(fold)(c), h = ISA(fold)(d);
-    v4f ef = __builtin_shuffle(e, f, (v4i){0, 4, 1, 5}) + __builtin_shuffle(e, f, (v4i){2, 6, 3, 7});
-    v4f gh = __builtin_shuffle(g, h, (v4i){0, 4, 1, 5}) + __builtin_shuffle(g, h, (v4i){2, 6, 3, 7});
-    return __builtin_shuffle(ef, gh, (v4i){0, 1, 4, 5}) + __builtin_shuffle(ef, gh, (v4i){2, 3, 6, 7});
+    const v4f ab = __builtin_shuffle(a, b, (v4i){0, 4, 1, 5}) + __builtin_shuffle(a, b, (v4i){2, 6, 3, 7});
+    const v4f cd = __builtin_shuffle(c, d, (v4i){0, 4, 1, 5}) + __builtin_shuffle(c, d, (v4i){2, 6, 3, 7});
+    return __builtin_shuffle(ab, cd, (v4i){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (v4i){2, 3, 6, 7});
 }
+#endif
 
 /* e^x for x <= 88 within 2 ulp; 0 below -87.3; not-a-number stays. x = n ln 2 + r, ln 2 in two parts, the
  * polynomial is Cephes' minimax one for |r| <= ln 2 / 2; rounding to n by adding 1.5 * 2^23. */

@@ -211,16 +211,19 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int lanes, const 
     *stream = s;
 }
 
-typedef void (*ISA(dot_fn))(const float *q, int dim, const char *k, size_t row, int from, int to, int rows,
+#include "attention_integer.h"
+
+typedef void (*ISA(dot_fn))(const ISA(queries) *q, int first, const char *k, size_t row, int from, int to, int rows,
                             ISA(stream) *stream, float *scores);
 typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int from, int to, ISA(stream) *stream,
                             float *acc, int dim);
 
 #define FD_TILE(H, DTYPE)                                                                                          \
-    static __attribute__((noinline)) void ISA(dot_##H##_##DTYPE)(const float *q, int dim, const char *k, size_t row, \
-                                                                 int from, int to, int rows, ISA(stream) *stream,  \
-                                                                 float *scores) {                                  \
-        ISA(dot)(H, ISA(tile_tokens)(H, FD_##DTYPE), FD_##DTYPE, q, dim, k, row, from, to, rows, stream, scores);  \
+    static __attribute__((noinline)) void ISA(dot_##H##_##DTYPE)(const ISA(queries) *q, int first, const char *k,  \
+                                                                 size_t row, int from, int to, int rows,           \
+                                                                 ISA(stream) *stream, float *scores) {             \
+        ISA(dot)(H, ISA(tile_tokens)(H, FD_##DTYPE), FD_##DTYPE, q->x + first * q->dim, q->dim, k, row, from, to,  \
+                 rows, stream, scores);                                                                            \
     }                                                                                                              \
     static __attribute__((noinline)) void ISA(add_##H##_##DTYPE)(const float *weights, const char *v, size_t row,  \
                                                                  int from, int to, ISA(stream) *stream, float *acc, \
@@ -240,8 +243,10 @@ typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int
 FD_TILES(FP32)
 FD_TILES(FP16)
 FD_TILES(BF16)
+#if !FD_INTEGERS
 FD_TILES(INT8)
 FD_TILES(INT4)
+#endif
 #undef FD_TILES
 #undef FD_TILE
 
@@ -249,6 +254,11 @@ FD_TILES(INT4)
 /* by dtype and H - 1 */
 static const ISA(dot_fn) ISA(dots)[5][4] = {FD_ROW(dot, FP32), FD_ROW(dot, FP16), FD_ROW(dot, BF16), FD_ROW(dot, INT8),
                                             FD_ROW(dot, INT4)};
+#if FD_INTEGERS
+static const ISA(add_fn) ISA(adds)[3][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16)};
+static const ISA(add_integers_fn) ISA(adds_integers)[2][4] = {FD_ROW(add, INT8), FD_ROW(add, INT4)};
+#else
 static const ISA(add_fn) ISA(adds)[5][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16), FD_ROW(add, INT8),
                                             FD_ROW(add, INT4)};
+#endif
 #undef FD_ROW

@@ -1,7 +1,8 @@
 /* Units of work of one attend(): writing K/V rows, running segments, merging, rounding the output. */
 
 typedef struct {
-    float *q, *acc, *merged, *scores, *row;
+    float *q, *acc, *merged, *scores, *row, *sums_q, *scales_q;
+    int16_t *whole_q;
     const char *next; /* see view */
     int next_rows;
     float maxima[FD_VECTORS], sums[FD_VECTORS], merged_max[FD_VECTORS], merged_sum[FD_VECTORS];
@@ -70,9 +71,11 @@ static void ISA(run_segment)(const fd_job *job, const fd_unit *unit, const fd_en
     size_t k_offset = job->layer_index * group->layer_bytes + kv_head * group->head_bytes;
     ISA(view) view = {group, &entry->seq->lists[job->group_index], base, k_offset, k_offset + group->side_bytes,
                       job->ctx->kv_dtype, s->next, s->next_rows};
-    const int b = *begin;
-    ISA(segment)(&view, *end - b, spans + b, job->ctx->softcap, s->q + b * group->head_dim, s->scores, s->maxima + b,
-                 s->sums + b, s->acc + b * group->head_dim);
+    const int b = *begin, dim = group->head_dim, groups = (dim + 31) / 32;
+    const ISA(queries) queries = {s->q + b * dim, s->whole_q + b * groups * 32, s->sums_q + b * groups,
+                                  s->scales_q + b, dim, groups * 32, groups};
+    ISA(segment)(&view, *end - b, spans + b, job->ctx->softcap, &queries, s->scores, s->maxima + b, s->sums + b,
+                 s->acc + b * dim);
 }
 
 /* Adds one segment's result of a vector to those before it, in fp32; the first one is copied. */
@@ -167,6 +170,11 @@ static void ISA(run_unit)(const fd_job *job, const fd_unit *unit, int kv_head, I
     const int dim = job->group->head_dim;
     int begin, end;
     ISA(load_queries)(job, unit, entry, kv_head, s->q);
+#if FD_INTEGERS
+    if (job->ctx->kv_dtype >= FD_INT8)
+        ISA(quantise_queries)(s->q, unit->vec_end - unit->vec_begin, dim, job->ctx->kv_dtype, s->whole_q, s->sums_q,
+                              s->scales_q);
+#endif
     if (unit->segment < 0) {
         ISA(run_all)(job, unit, entry, kv_head, s);
         return;
@@ -209,7 +217,10 @@ static void ISA(body)(void *arg, int tid) {
     s.acc = s.q + dims;
     s.merged = s.acc + dims;
     s.scores = s.merged + dims;
-    s.row = s.scores + FD_VECTORS * FD_SCORES;
+    s.sums_q = s.scores + FD_VECTORS * FD_SCORES;
+    s.scales_q = s.sums_q + (job->group->head_dim + 31) / 32 * FD_VECTORS;
+    s.whole_q = (int16_t *)(s.scales_q + FD_VECTORS);
+    s.row = s.scales_q + FD_VECTORS + (job->group->head_dim + 31) / 32 * 16 * FD_VECTORS;
     const int32_t home = fd_home(ctx);
     for (int32_t n = 0; n < ctx->num_nodes;) { /* the work of the own node first, then what is left of the others' */
         fd_range *range = &job->ctx->ranges[(home + n) % ctx->num_nodes];

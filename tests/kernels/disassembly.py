@@ -80,7 +80,8 @@ class Expected:
 
 LIBM = r"(call|bl)\s.*<(exp|tanh|pow|fma)f?[@>]"
 FUSED = r"fn?m(l[as]|add|sub)\b"
-ATTENTION = r"(segment|dot_\w+|add_\w+)"  # the inner loops
+ATTENTION = r"(segment|dot_\w+(?<!INT8)|add_\d_\w+)"  # the inner loops with sums in fp32
+INTEGERS = r"(dot|add)_\d_INT[48]"  # those with sums of 16-bit integers' products
 EXPECTED: Mapping[str, tuple[Expected, ...]] = {
     "x86_64": (
         Expected("_attention", rf"fd_avx2_{ATTENTION}", (r"vfmadd\w+ps .*%ymm",), (LIBM,)),
@@ -88,7 +89,9 @@ EXPECTED: Mapping[str, tuple[Expected, ...]] = {
         Expected("_attention", r"fd_avx2_fma_body", (r"vfmadd\w+ps .*%ymm",)),
         Expected("_attention", rf"fd_avx512_{ATTENTION}", (r"vfmadd\w+ps .*%zmm",), (LIBM,)),
         Expected("_attention", r"fd_avx512_(dot|add)_\w*FP16", (r"vcvtph2ps .*%zmm",)),
-        Expected("_attention", r"fd_avx512_(dot|add)_\w*INT[48]", (r"vcvtdq2ps .*%zmm",)),
+        Expected("_attention", rf"fd_avx2_{INTEGERS}", (r"vpmaddwd .*%ymm",), (LIBM,)),
+        Expected("_attention", rf"fd_avx512_{INTEGERS}", (r"vpmaddwd .*%zmm",), (LIBM,)),
+        Expected("_attention", rf"fd_base_{INTEGERS}", (r"pmaddwd",), (LIBM,)),
         Expected("_attention", rf"fd_base_{ATTENTION}", (r"mulps", r"addps"), (LIBM,)),
         Expected("_dense", r"avx2_\w*tile(\.\w+)*", some=(r"vfmadd\w+ps .*%ymm",)),
         Expected("_dense", r"base_\w*tile(\.\w+)*", some=(r"mulps", r"addps")),

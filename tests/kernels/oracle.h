@@ -119,16 +119,52 @@ static void check_scores(const check_case *c, const float *q, int head, int64_t 
     }
 }
 
+/* int8 and int4: how far rounding a query to integers takes a score. Each value errs by up to half of its largest one's
+ * 32767th part (16383rd, of wide heads), evenly spread: a score by less than 7 standard deviations of their sum. */
+static double check_query_error(const check_case *c, const float *q, int kv_head, int64_t first, int64_t last) {
+    double largest = 0.0, longest = 0.0;
+    if (c->kv_dtype < FD_INT8) return 0.0;
+    for (int i = 0; i < c->dim; i++) largest = fmax(largest, fabs(q[i]));
+    for (int64_t t = first; t <= last; t++) {
+        const double *k = c->stored_k + (t * c->kv_heads + kv_head) * c->dim;
+        double square = 0.0;
+        for (int i = 0; i < c->dim; i++) square += k[i] * k[i];
+        longest = fmax(longest, sqrt(square));
+    }
+    return 4 * largest * longest / sqrt(c->dim) / (c->dim > 512 ? 32766 : 65534);
+}
+
+/* And rounding the weights, of which `scores` below `top` are the logarithms: each of a block's errs by up to half of
+ * the 32768th part of the largest weight times the largest scale, which is V's largest value / 127, or of int4 a 15th
+ * part of the range, no more than twice the largest and what bf16 adds. */
+static double check_weights_error(const check_case *c, const double *scores, double top, int kv_head, int64_t first,
+                                  int64_t last) {
+    double squares = 0.0;
+    if (c->kv_dtype < FD_INT8) return 0.0;
+    for (int64_t block = first / FD_BLOCK; block <= last / FD_BLOCK; block++) {
+        const int64_t from = fd_max(first, block * FD_BLOCK), to = fd_min(last + 1, (block + 1) * FD_BLOCK);
+        double weight = 0.0, largest = 0.0;
+        for (int64_t t = from; t < to; t++) {
+            const double *v = c->stored_v + (t * c->kv_heads + kv_head) * c->dim;
+            weight = fmax(weight, exp(scores[t] - top));
+            for (int i = 0; i < c->dim; i++) largest = fmax(largest, fabs(v[i]));
+        }
+        squares += (double)(to - from) * weight * weight * largest * largest;
+    }
+    return (c->kv_dtype == FD_INT4 ? 2.02 : 1.0) * 4 * sqrt(squares) / 65536;
+}
+
 /* One row and head. The score's chain of D products errs by about sqrt(D) roundoffs of sum |q k|, its scaling and cap
  * by a few of itself; a weight by twice that plus the exponential's; the sum over n tokens by sqrt(n). ALiBi's bias
- * and what the exponential is taken of count by the weight of their keys. */
+ * and what the exponential is taken of count by the weight of their keys. Integers: see above. */
 static void check_row(const check_case *c, int row, int head, double *scores) {
     const int64_t last = c->length - c->rows + row, first = c->window ? fd_max(0, last - c->window + 1) : 0;
     const int kv_head = head / (c->heads / c->kv_heads), dim = c->dim;
     double *out = c->out + ((int64_t)row * c->heads + head) * dim;
     double magnitude, top = -INFINITY, total = 0.0, distant = 0.0, largest = 0.0, result = 0.0;
     check_scores(c, c->q + ((int64_t)row * c->heads + head) * dim, head, first, last, scores, &magnitude);
-    const double score_error = UNIT * (sqrt(dim) + 4) * magnitude + 8 * UNIT * c->softcap;
+    const double score_error = UNIT * (sqrt(dim) + 4) * magnitude + 8 * UNIT * c->softcap +
+                               check_query_error(c, c->q + ((int64_t)row * c->heads + head) * dim, kv_head, first, last);
     for (int64_t t = first; t <= last; t++) top = fmax(top, scores[t]);
     memset(out, 0, (size_t)dim * sizeof *out);
     for (int64_t t = first; t <= last; t++) {
@@ -144,6 +180,7 @@ static void check_row(const check_case *c, int row, int head, double *scores) {
     const double share = c->extras ? 1.0 / (1.0 + exp(c->sinks[head] - top) / total) : 1.0;
     double allowed = 2 * score_error + UNIT * (sqrt((double)(last - first + 1)) + 8) + 2 * UNIT * distant / total;
     allowed *= largest * share;
+    allowed += check_weights_error(c, scores, top, kv_head, first, last) / total * share;
     for (int i = 0; i < dim; i++) {
         out[i] *= share / total;
         result = fmax(result, fabs(out[i]));

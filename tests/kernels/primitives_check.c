@@ -69,6 +69,54 @@ static void check_loads(void) {
     }
 }
 
+/* Integers of 16 bits, as many as a row has bytes left; nibbles; pairs of rows; headers of four rows' groups. */
+static void check_integers(void) {
+    char bytes[32 * 80];
+    check_vector got[4], want[4];
+    uint64_t seed = 1;
+    for (int round = 0; round < CHECK_ROUNDS; round++) {
+        for (size_t i = 0; i < sizeof bytes; i++) {
+            seed = seed * 6364136223846793005u + 1442695040888963407u;
+            bytes[i] = (char)(seed >> 56);
+        }
+        for (int count = 8; count <= 32; count += 8) {
+            got->whole = (v16f)fd_avx512_words(bytes, count);
+            want->half[0] = (v8f)fd_avx2_words(bytes, count < 16 ? 8 : 16);
+            want->half[1] = count > 16 ? (v8f)fd_avx2_words(bytes + 16, count - 16) : (v8f){0};
+            check_same("words", *got, *want, 0);
+        }
+        const v16f x = (v16f)fd_avx512_words(bytes, 32), y = (v16f)fd_avx512_words(bytes + 32, 32);
+        got->whole = (v16f)fd_avx512_madd((v16i)x, (v16i)y);
+        want->half[0] = (v8f)fd_avx2_madd((v8i)fd_avx512_low(x), (v8i)fd_avx512_low(y));
+        want->half[1] = (v8f)fd_avx2_madd((v8i)fd_avx512_high(x), (v8i)fd_avx512_high(y));
+        check_same("madd", *got, *want, 0);
+        fd_avx512_byte_pairs(bytes, bytes + 50, (v16i *)&got->whole);
+        fd_avx2_byte_pairs(bytes, bytes + 50, (v8i *)want->half);
+        check_same("byte_pairs", *got, *want, 0);
+        fd_avx512_eight_pairs(bytes, bytes + 50, (v16i *)&got->whole);
+        want->half[1] = (v8f){0};
+        check_same("eight_pairs", *got, *want, 0);
+        for (int nbytes = 8; nbytes <= 16; nbytes += 8) {
+            fd_avx512_nibble_words(bytes, nbytes, (v16i *)&got->whole);
+            fd_avx2_nibble_words(bytes, nbytes, (v8i *)want->half);
+            check_same("nibble_words", *got, *want, 0);
+        }
+        fd_avx512_nibble_pairs(bytes, bytes + 50, (v16i *)&got->whole);
+        fd_avx2_nibble_pairs(bytes, bytes + 50, (v8i *)want->half);
+        check_same("nibble_pairs", *got, *want, 0);
+        fd_avx512_gather_four(bytes, 80, (v16i *)got);
+        for (int i = 0; i < 64; i++) memcpy(&want[i / 16].bits[i % 16], bytes + i % 16 * 80 + i / 16 * 20, 4);
+        for (int g = 0; g < 4; g++) check_same("gather_four", got[g], want[g], 0);
+        int16_t stored[2][16];
+        const v16i small = (v16i)x >> 16;
+        fd_avx512_store_words(stored[0], small);
+        for (int i = 0; i < 16; i++) stored[1][i] = (int16_t)small[i];
+        memcpy(got, stored[0], sizeof *stored);
+        memcpy(want, stored[1], sizeof *stored);
+        check_same("store_words", *got, *want, 0);
+    }
+}
+
 static void check_parts(check_vector x) {
     check_vector got, want;
     float to[16];
@@ -132,6 +180,7 @@ int main(void) {
         return 1;
     }
     check_loads();
+    check_integers();
     check_values();
     printf("primitives: %ld vectors, %ld wrong\n", check_compared, check_wrong);
     return check_wrong > 0;

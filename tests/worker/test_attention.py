@@ -118,6 +118,29 @@ def attend(
     return np.split(decoded, cuts), np.split(status, cuts)
 
 
+def integer_errors(
+    kv: str, keys: np.ndarray, values: np.ndarray, q: np.ndarray, weights: np.ndarray, first: int
+) -> tuple[float, float]:
+    """What rounding to integers adds to the errors of scores, and of outputs: int8 and int4.
+
+    A query's values err by up to half of their largest one's 32767th part (of wide heads 16383rd).
+    A weight errs by up to half of the 32768th part of its block's largest weight times the largest
+    scale, which is V's largest value / 127, or of int4 a 15th part of the range: no more than twice
+    the largest and what bf16 adds. Such errors are spread evenly: 4 times the root of the sum of
+    their squares is 7 standard deviations.
+    """
+    if kv not in ("int8", "int4"):
+        return 0.0, 0.0
+    part = 2 * (32767 if keys.shape[1] <= 512 else 16383)
+    score = 4 * np.abs(q).max() * np.linalg.norm(keys, axis=1).max() / part
+    blocks = (first + np.arange(len(keys))) // 64
+    squares = 0.0
+    for block in range(blocks[0], blocks[-1] + 1):
+        here = blocks == block
+        squares += here.sum() * (weights[here].max() * np.abs(values[here]).max()) ** 2
+    return float(score), (2.02 if kv == "int4" else 1.0) * 4 * math.sqrt(squares) / 65536
+
+
 def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndarray]:
     """Outputs in float64 from K/V as stored and q as sent, and the error allowed per (row, head).
 
@@ -125,7 +148,8 @@ def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndar
     cap by a few of itself; a weight by twice that plus the exponential's; the sum over n tokens by
     sqrt(n). ALiBi's bias grows with the distance, so its roundoffs, and those of what the
     exponential is taken of, count by the weight of their keys. A sink keeps a share of the sum from
-    the values: that shrinks these errors, but errs itself as an exponential does.
+    the values: that shrinks these errors, but errs itself as an exponential does. int8 and int4
+    are multiplied as integers, which has errors of its own.
     """
     group, form = geometry.groups[0], KV_DTYPES[geometry.kv_dtype]
     wire = KV_DTYPES[geometry.wire_dtype]
@@ -161,10 +185,12 @@ def oracle(geometry: AttentionGeometry, work: Work) -> tuple[np.ndarray, np.ndar
             total = weights.sum()
             weights /= total
             out[row, head] = weights @ values
+            rounding = integer_errors(geometry.kv_dtype, keys, values, q[row, head], weights, first)
+            score_error += rounding[0]
             spread = 2 * score_error + UNIT * (math.sqrt(len(keys)) + 8)
             if group.slopes is not None:
                 spread += 2 * UNIT * (weights @ (2 * np.abs(bias) + 2 * np.abs(scores - top)))
-            allowed[row, head] = np.abs(values).max() * spread
+            allowed[row, head] = np.abs(values).max() * spread + rounding[1]
             if group.sinks is not None:
                 apart = group.sinks[0][head] - top
                 kept = 1 / (1 + np.exp(apart) / total)
@@ -405,13 +431,14 @@ def test_bits_depend_on_neither_threads_nor_batch(isa: str, kv: str, window: int
         assert np.array_equal(alone, expected)
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("share", [1, 3, 4, 71])
 @pytest.mark.parametrize("window", [None, 3, 90, 1000])
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(
-    isa: str, share: int, window: int | None
+    isa: str, share: int, window: int | None, kv: str
 ) -> None:
     """Replay: many rows at once give the bits of one at a time, across segments and work units."""
-    geometry = one_layer(share, 1, 24, kv="bf16", window=window)
+    geometry = one_layer(share, 1, 24, kv=kv, window=window)
     rows = min(50, max_rows_per_entry(geometry))
     work = make_work(geometry, SEGMENT_TOKENS + 20, rows=rows)
     (together,), _ = attend(geometry, [work], isa=isa)
@@ -487,6 +514,33 @@ def test_quantised_rows_load_exactly(isa: str, kv: str) -> None:
         outputs, _ = attend(geometry, works, isa=isa)
         expected = form.decode(form.encode(values))[..., :dim]
         assert np.array_equal(np.stack(outputs), np.broadcast_to(expected, (50, 1, share, dim)))
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("dim", [8, 512, 520, 1024])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integer_sums_do_not_overflow(isa: str, kv: str, dim: int, sign: int) -> None:
+    """Every value of Q, K and V, and every weight, is its largest integer."""
+    geometry = one_layer(4, 1, dim, kv=kv, scale=1.0)
+    k, v, q = (np.full(s, 1.0, np.float32) for s in ((2000, 1, dim), (2000, 1, dim), (1, 4, dim)))
+    k[:, :, ::32] = v[:, :, ::32] = 0.0  # int4's groups have a range
+    (out,), (status,) = attend(geometry, [Work(sign * k, sign * v, q)], isa=isa)
+    assert not status.any()
+    form = KV_DTYPES[kv]
+    stored = form.decode(form.encode(sign * v[0]))[..., :dim]
+    assert np.abs(out[0] - stored).max() < 2000 * UNIT
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_a_faint_token_counts_beside_a_loud_one_of_another_step(isa: str, kv: str) -> None:
+    """Weights are relative to their step's largest: one of e^-20 alone keeps its precision."""
+    geometry = one_layer(1, 1, 32, kv=kv, scale=1.0)
+    k, v, q = (np.zeros(s, np.float32) for s in ((65, 1, 32), (65, 1, 32), (1, 1, 32)))
+    q[:], k[0], v[64] = 1.0, 20.0 / 32, 1.0
+    v[64, 0, 0] = 0.0
+    (out,), _ = attend(geometry, [Work(k, v, q)], isa=isa)
+    exact = 1 / (1 + 64 * math.exp(-20.0)) * math.exp(-20.0)
+    assert abs(out[0, 0, 5] / exact - 1) < 2.0**-7  # bf16's scales; of int8 the query's roundings
 
 
 def test_isa_is_chosen_by_argument_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,11 @@ def stored(geometry: AttentionGeometry, x: np.ndarray) -> np.ndarray:
 
 
 def assert_close(geometry: AttentionGeometry, seq: Sequence, out: np.ndarray) -> None:
-    """Errors allowed as test_attention.py derives them, but with the largest bias of all keys."""
+    """Errors allowed as test_attention.py derives them, but with the largest bias of all keys.
+
+    Integers' weights, int8 and int4: the shares of the sum that the largest weights of all blocks
+    have add up to 1 at most, and so do their squares.
+    """
     group = geometry.groups[0]
     k, v = stored(geometry, seq.k), stored(geometry, seq.v)
     sinks = None if group.sinks is None else group.sinks[0]
@@ -176,12 +180,18 @@ def assert_close(geometry: AttentionGeometry, seq: Sequence, out: np.ndarray) ->
     score_error = UNIT * (math.sqrt(group.head_dim) + 4) * magnitude
     if geometry.softcap is not None:
         score_error += 8 * UNIT * geometry.softcap
+    quantized = KV_DTYPES[geometry.kv_dtype].is_quantized
+    lengths = np.repeat(np.linalg.norm(k, axis=2).max(axis=0), share) * geometry.scale  # [Hq]
+    rounding = quantized * 4 * np.abs(seq.q).max(axis=2) * lengths / 65534  # [T, Hq]
+    score_error += rounding
     bias = seen * np.abs(np.array(group.slopes or [0.0]))
     score_error += UNIT * (4 * bias + 2 * magnitude * (group.slopes is not None))
     spread = 2 * score_error + UNIT * (math.sqrt(seen) + 8)
+    spread += quantized * 2.02 * 4 * math.sqrt(BLOCK_TOKENS) / 65536
     allowed = np.abs(v).max() * (spread + seen * np.exp(-87.0))
     size = np.abs(expected).max(axis=2)
     if sinks is not None:
+        allowed += size * 2 * rounding
         allowed += size * 2 * UNIT * (np.abs(np.array(sinks)) + magnitude + bias + 4)
     if geometry.wire_dtype != "fp32":
         allowed += size * KV_DTYPES[geometry.wire_dtype].unit_roundoff + 2.0**-25
