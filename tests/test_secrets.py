@@ -70,7 +70,7 @@ def worker(tokens: dict[str, Path], tmp_path: Path):
 
 
 def test_commands_and_worker_are_silent_about_it(
-    worker, tokens, tiny_models: Callable[..., Path], capfd, monkeypatch, caplog
+    worker, tokens, tiny_models: Callable[..., Path], tmp_path, capfd, monkeypatch, caplog
 ):
     caplog.set_level(logging.DEBUG)
     address, finish = worker
@@ -81,7 +81,12 @@ def test_commands_and_worker_are_silent_about_it(
     demo = ["demo", "--model", model, "--workers", address]
     own_worker = ["demo", "--model", model]  # one that the command itself starts
     serve = ["worker", "--listen", "127.0.0.1:0"]
-    commands = (status, generate, demo, own_worker, serve)
+    (tmp_path / "texts.jsonl").write_text('{"text": "x"}\n')
+    files = ["-i", str(tmp_path / "texts.jsonl"), "-o", str(tmp_path / "scores.jsonl")]
+    score = ["score", "--model", model, "--workers", address, *files]
+    profile = ["profile", "--model", model, "--workers", address]
+    profile += ["--output", str(tmp_path / "profile.json")]
+    commands = (status, generate, demo, own_worker, serve, score, profile)
     assert {command[0] for command in commands} == {
         name for name in cli.COMMANDS if "--token-file" in options_of(name)
     }
@@ -100,7 +105,7 @@ def test_commands_and_worker_are_silent_about_it(
     captured = capfd.readouterr()
     assert cli.main([*status, "--token-file", str(tokens["right"])]) == 0
     worker_said = finish()
-    assert worker_said.count("refused") == 3  # it heard of the wrong ones and said so
+    assert worker_said.count("refused") == 5  # it heard of the wrong ones and said so
     for text in (captured.out, captured.err, caplog.text, worker_said):
         assert_silent(text)
     assert captured.err.count("fastdecode: error: ") + captured.out.count("unreachable") == failures

@@ -176,7 +176,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, type=int, default=number, help=f"{text} (%(default)s)")
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="(10)")
     parser.add_argument("--force", action="store_true", help="also at workers that engines use")
-    parser.add_argument("--token-file", metavar="FILE", help="the workers' token")
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the workers' token (default: FASTDECODE_TOKEN_FILE)"
+    )
     parser.add_argument(
         "--output",
         type=Path,

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--model", required=True, metavar="DIR", help="a model directory")
     parser.add_argument("--workers", metavar="ADDRESSES", help="comma-separated (one embedded)")
-    parser.add_argument("--token-file", metavar="FILE", help="the workers' token")
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the workers' token (default: FASTDECODE_TOKEN_FILE)"
+    )
     parser.add_argument("--force", action="store_true", help="also at workers that engines use")
     parser.add_argument(
         "--kv-dtypes", default="fp16", metavar="NAMES", help="comma-separated (%(default)s)"
