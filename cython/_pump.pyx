@@ -326,7 +326,7 @@ cdef class Pump:
         """Returns the counters of one port since the start: frames, bytes, and nanoseconds.
 
         pump_ns: our own code; io_ns: send and receive calls; wait_ns: waiting for the worker, its
-        kernel included; kernel_ns: the worker's kernel, as it measured it.
+        kernel included; kernel_ns: the worker's attention, as it measured it.
         """
         self._check_port(port)
         cdef fd_port *p = self.pump.ports[port]

@@ -54,6 +54,7 @@ typedef struct {
     _Atomic int doomed; /* set by the heartbeat thread once doom_reason is written */
     char doom_reason[CONN_REASON];
     uint64_t messages, kernel_ns, wait_ns, pump_ns;
+    uint64_t store_ns; /* K/V rows into a worker of this process; others store while nobody waits */
 } fd_port;
 
 typedef struct {
@@ -110,6 +111,7 @@ static void port_renew(fd_port *port) {
     fresh.kind = port->kind;
     fresh.messages = port->messages;
     fresh.kernel_ns = port->kernel_ns;
+    fresh.store_ns = port->store_ns;
     fresh.wait_ns = port->wait_ns;
     fresh.pump_ns = port->pump_ns;
     fresh.conn.frames_sent = port->conn.frames_sent;

@@ -9,7 +9,7 @@ static uint64_t pump_other_ns(const fd_pump *pump) {
     uint64_t total = pump->wait_ns;
     for (int i = 0; i < pump->num_ports; i++) {
         const fd_port *port = pump->ports[i];
-        total += port->conn.io_ns + (port->kind == PORT_LOCAL ? port->kernel_ns : 0);
+        total += port->conn.io_ns + (port->kind == PORT_LOCAL ? port->kernel_ns + port->store_ns : 0);
     }
     return total;
 }
@@ -170,7 +170,7 @@ static int pump_store(fd_pump *pump, int index, int table, uint32_t layer, uint3
         if (port->error.set) return pump_fail(pump, PUMP_STEP, index);
         uint64_t start = now_ns();
         int rc = port->store(port->ctx, table, (int32_t)layer, (int32_t)entry, (int64_t)offset, (int64_t)count, k, v);
-        port->kernel_ns += now_ns() - start;
+        port->store_ns += now_ns() - start;
         port->messages++;
         if (rc) port_set_error(port, (uint16_t)table, t->step, rc, "storing K/V rows failed");
         return rc ? pump_fail(pump, PUMP_STEP, index) : PUMP_OK;

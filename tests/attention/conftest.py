@@ -55,6 +55,19 @@ class Process:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            _wait_until_stopped(self.process.pid)
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """A thread on another core may answer for a moment after the signal was sent."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        if all(stat.rpartition(") ")[2].startswith("T") for stat in stats):
+            return
+        time.sleep(0.001)
+    raise AssertionError("the worker goes on after SIGSTOP")
 
 
 @pytest.fixture
