@@ -119,17 +119,20 @@ static void check_scores(const check_case *c, const float *q, int head, int64_t 
     }
 }
 
+/* The larger one that is a number. Not fmax: gcc 12 for aarch64 breaks down over it in nested loops. */
+static double check_larger(double a, double b) { return b > a ? b : a; }
+
 /* int8 and int4: how far rounding a query to integers takes a score. Each value errs by up to half of its largest one's
  * 32767th part (16383rd, of wide heads), evenly spread: a score by less than 7 standard deviations of their sum. */
 static double check_query_error(const check_case *c, const float *q, int kv_head, int64_t first, int64_t last) {
     double largest = 0.0, longest = 0.0;
     if (c->kv_dtype < FD_INT8) return 0.0;
-    for (int i = 0; i < c->dim; i++) largest = fmax(largest, fabs(q[i]));
+    for (int i = 0; i < c->dim; i++) largest = check_larger(largest, fabs(q[i]));
     for (int64_t t = first; t <= last; t++) {
         const double *k = c->stored_k + (t * c->kv_heads + kv_head) * c->dim;
         double square = 0.0;
         for (int i = 0; i < c->dim; i++) square += k[i] * k[i];
-        longest = fmax(longest, sqrt(square));
+        longest = check_larger(longest, sqrt(square));
     }
     return 4 * largest * longest / sqrt(c->dim) / (c->dim > 512 ? 32766 : 65534);
 }
@@ -146,8 +149,8 @@ static double check_weights_error(const check_case *c, const double *scores, dou
         double weight = 0.0, largest = 0.0;
         for (int64_t t = from; t < to; t++) {
             const double *v = c->stored_v + (t * c->kv_heads + kv_head) * c->dim;
-            weight = fmax(weight, exp(scores[t] - top));
-            for (int i = 0; i < c->dim; i++) largest = fmax(largest, fabs(v[i]));
+            weight = check_larger(weight, exp(scores[t] - top));
+            for (int i = 0; i < c->dim; i++) largest = check_larger(largest, fabs(v[i]));
         }
         squares += (double)(to - from) * weight * weight * largest * largest;
     }
