@@ -185,7 +185,8 @@ def test_an_interrupted_job_says_how_to_go_on(runs, model, tmp_path, sign, code)
     done = out.read_bytes().count(b"\n")
     assert 0 < done < 120
     said = runs.errors.read_text().splitlines()[-2:]
-    assert said[0].startswith(f"interrupted: {done} requests, ")
+    counted = int(said[0].removeprefix("interrupted: ").partition(" requests, ")[0])
+    assert counted in (done, done - 1)  # the signal may come between a record and its count
     again = f"continue with: fastdecode {' '.join(options)} --max-num-seqs 8 --resume"
     assert said[1] == again.replace(str(source), f"'{source}'")
     assert runs.run([*options, "--resume"]) == 0
