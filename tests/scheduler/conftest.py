@@ -101,7 +101,7 @@ class Driver:
         raise AssertionError(f"not finished after {max_steps} steps")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # for hypothesis, which runs a test often with its fixtures once
 def make_room() -> Callable[[int], TokenRoom]:
     return TokenRoom
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,37 +10,13 @@ from hypothesis import strategies as st
 
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.scheduler import (
+    CacheRoom,
     FcfsScheduler,
     Job,
     SchedulerOptions,
     StepPlan,
     make_scheduler,
 )
-
-
-@dataclass
-class TokenRoom:
-    """A cache that holds `capacity` tokens in all."""
-
-    capacity: int
-    held: dict[int, int] = field(default_factory=dict)
-
-    def reserve(self, handle: int, num_tokens: int) -> bool:
-        return self.reserve_gang([handle], num_tokens)
-
-    def reserve_gang(self, handles: Sequence[int], num_tokens: int) -> bool:
-        if not self.fits_after([], handles, num_tokens):
-            return False
-        self.held.update(dict.fromkeys(handles, num_tokens))
-        return True
-
-    def fits_after(self, released: Sequence[int], handles: Sequence[int], num_tokens: int) -> bool:
-        gone = {*released, *handles}
-        others = sum(n for handle, n in self.held.items() if handle not in gone)
-        return others + len(handles) * num_tokens <= self.capacity
-
-    def release(self, handle: int) -> None:
-        self.held.pop(handle, None)
 
 
 def job(handle: int, prompt_len: int = 10, max_tokens: int = 5) -> Job:
@@ -52,8 +27,10 @@ def scheduler(max_num_seqs: int = 4, max_num_batched_tokens: int = 100) -> FcfsS
     return FcfsScheduler(SchedulerOptions(max_num_seqs, max_num_batched_tokens))
 
 
-def test_admits_in_order_of_arrival_while_there_are_seats() -> None:
-    policy, room = scheduler(max_num_seqs=2), TokenRoom(1000)
+def test_admits_in_order_of_arrival_while_there_are_seats(
+    make_room: Callable[[int], CacheRoom],
+) -> None:
+    policy, room = scheduler(max_num_seqs=2), make_room(1000)
     for handle in (1, 2, 3):
         policy.add([job(handle)])
     assert policy.schedule(room) == StepPlan(prefill=[(1,), (2,)])
@@ -63,8 +40,8 @@ def test_admits_in_order_of_arrival_while_there_are_seats() -> None:
     assert (policy.num_running, policy.num_waiting) == (2, 0)
 
 
-def test_a_gang_is_admitted_whole_or_waits() -> None:
-    policy, room = scheduler(max_num_seqs=3), TokenRoom(1000)
+def test_a_gang_is_admitted_whole_or_waits(make_room: Callable[[int], CacheRoom]) -> None:
+    policy, room = scheduler(max_num_seqs=3), make_room(1000)
     policy.add([job(1), job(2)])
     policy.add([job(3), job(4)])
     assert policy.schedule(room).prefill == [(1, 2)]
@@ -73,8 +50,10 @@ def test_a_gang_is_admitted_whole_or_waits() -> None:
     assert policy.schedule(room).prefill == [(3, 4)]
 
 
-def test_prompts_of_a_step_stay_within_the_token_budget_but_a_long_one_goes_alone() -> None:
-    policy, room = scheduler(max_num_batched_tokens=25), TokenRoom(1000)
+def test_prompts_of_a_step_stay_within_the_token_budget_but_a_long_one_goes_alone(
+    make_room: Callable[[int], CacheRoom],
+) -> None:
+    policy, room = scheduler(max_num_batched_tokens=25), make_room(1000)
     for handle, length in ((1, 10), (2, 10), (3, 300), (4, 10)):
         policy.add([job(handle, length)])
     assert policy.schedule(room).prefill == [(1,), (2,)]
@@ -82,8 +61,10 @@ def test_prompts_of_a_step_stay_within_the_token_budget_but_a_long_one_goes_alon
     assert policy.schedule(room).prefill == [(4,)]
 
 
-def test_the_youngest_gives_way_and_comes_back_before_newer_ones() -> None:
-    policy, room = scheduler(), TokenRoom(33)
+def test_the_youngest_gives_way_and_comes_back_before_newer_ones(
+    make_room: Callable[[int], CacheRoom],
+) -> None:
+    policy, room = scheduler(), make_room(33)
     jobs = {handle: job(handle) for handle in (1, 2, 3)}
     for each in jobs.values():
         policy.add([each])
@@ -99,8 +80,10 @@ def test_the_youngest_gives_way_and_comes_back_before_newer_ones() -> None:
     assert policy.schedule(room).prefill == [(3,)]
 
 
-def test_requeue_puts_a_running_job_back_in_its_place() -> None:
-    policy, room = scheduler(max_num_seqs=2), TokenRoom(1000)
+def test_requeue_puts_a_running_job_back_in_its_place(
+    make_room: Callable[[int], CacheRoom],
+) -> None:
+    policy, room = scheduler(max_num_seqs=2), make_room(1000)
     for handle in (1, 2, 3):
         policy.add([job(handle)])
     policy.schedule(room)
@@ -110,8 +93,8 @@ def test_requeue_puts_a_running_job_back_in_its_place() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted", "unknown"])
-def test_remove_works_in_every_state(state: str) -> None:
-    policy, room = scheduler(max_num_seqs=1), TokenRoom(1000)
+def test_remove_works_in_every_state(make_room: Callable[[int], CacheRoom], state: str) -> None:
+    policy, room = scheduler(max_num_seqs=1), make_room(1000)
     policy.add([job(1)])
     policy.add([job(2)])
     policy.schedule(room)
@@ -130,10 +113,10 @@ def test_remove_works_in_every_state(state: str) -> None:
     seats=st.integers(1, 6),
 )
 def test_everything_that_fits_alone_finishes(
-    lengths: list[tuple[int, int]], capacity: int, seats: int
+    make_room: Callable[[int], CacheRoom], lengths: list[tuple[int, int]], capacity: int, seats: int
 ) -> None:
     """No deadlock, no over-booking, no job in two places, for any mix that fits one by one."""
-    policy, room = scheduler(max_num_seqs=seats), TokenRoom(capacity)
+    policy, room = scheduler(max_num_seqs=seats), make_room(capacity)
     jobs = {i: job(i, prompt, out) for i, (prompt, out) in enumerate(lengths)}
     for each in jobs.values():
         policy.add([each])
