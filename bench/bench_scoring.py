@@ -1,12 +1,19 @@
-"""Scoring speed and exactness, beside lm-eval's own model, transformers, and the GEMMs alone.
+"""Scoring: exactness beside transformers, speed beside lm-eval's own model and the GEMMs alone.
 
-    python bench/bench_scoring.py --model DIR --text alice29.txt [--sentences 500] [--rounds 3]
-                                  [--batch-sizes 1,4,16,64] [--skip-check] [--json FILE]
+    python bench/bench_scoring.py --model DIR --text alice29.txt [--sentences 500] [--first 0]
+        [--only check|spread|speed] [--rounds 3] [--batch-sizes 1,4,16,64] [--json FILE]
 
 The text (of PyPI's brotli 1.2.1: tests/testdata/alice29.txt of its source distribution) is cut into
-sentences, each scored after the prefix token. Rounds alternate between all that is compared, so
-that a busy machine slows each of them. The floor multiplies the weights by as many rows as there
-are tokens, CHUNK_TOKENS at a time, and does nothing else. Needs lm-eval and accelerate.
+sentences.
+
+check: every token of loglikelihood (a sentence's second half after its first), of
+loglikelihood_rolling and of prompt_logprobs within 1e-3 of transformers in float32, and the flags
+of greedy tokens wherever the two most probable ones are further apart than twice that.
+spread: a sentence alone, among all and in reversed order within 1e-4 per token, and with
+deterministic=True the same bits. Either fails with exit status 1.
+speed: rounds alternate between all that is compared, so that a busy machine slows each of them. The
+floor multiplies the weights by as many rows as there are tokens, CHUNK_TOKENS at a time, and does
+nothing else. Needs lm-eval and accelerate.
 """
 
 from __future__ import annotations
@@ -23,14 +30,21 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from gemm_floor import GemmFloor
 from lm_eval.models.huggingface import HFLM
 
 from fastdecode_rdma import Generator, Loglikelihood
 from fastdecode_rdma.engine.dense_pass import CHUNK_TOKENS
 
-MARGIN = 2e-3
+LIMIT = 1e-3
+"""Of a token's log-probability beside transformers."""
+
+MARGIN = 2 * LIMIT
 """Between the two most probable tokens, above which greedy flags must agree."""
+
+SPREAD = 1e-4
+"""Of a token's log-probability between batches."""
 
 
 def cut_into_sentences(text: str, count: int) -> list[str]:
@@ -55,27 +69,82 @@ class Harness:
         return self.model._loglikelihood_tokens(self.requests, disable_tqdm=True)
 
 
-def check(results: list[Loglikelihood], model: torch.nn.Module, prefix: int) -> dict[str, Any]:
-    """Compares every token with transformers, one sentence at a time."""
-    worst, flags, disagree = 0.0, 0, 0
-    for result in results:
-        ids = torch.tensor([[prefix, *result.token_ids]])
+class Oracle:
+    """transformers, one sequence at a time; keeps the worst of all comparisons."""
+
+    def __init__(self, path: str) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.worst: dict[str, float] = {}
+        self.tokens: dict[str, int] = {}
+        self.flags = self.wrong_flags = 0
+
+    def logprobs(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each token but the first: its log-probability, whether it is the most probable one,
+        and by how much the most probable one leads."""
+        fed = torch.tensor([ids])
         with torch.no_grad():
-            logprobs = torch.log_softmax(model(ids[:, :-1]).logits[0].double(), -1)
-        own = logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy()
-        worst = max(worst, float(np.abs(own - result.token_logprobs).max()))
-        top = torch.topk(logprobs, 2, -1)
-        if float((top.values[:, 0] - top.values[:, 1]).min()) > MARGIN:
-            flags += 1
-            disagree += bool((top.indices[:, 0] == ids[0, 1:]).all()) != result.is_greedy
-    return {"worst_token_error": worst, "flags_compared": flags, "flags_wrong": disagree}
+            found = torch.log_softmax(self.model(fed[:, :-1]).logits[0].double(), -1)
+        top = torch.topk(found, 2, -1)
+        return (
+            found.gather(1, fed[0, 1:, None])[:, 0].numpy(),
+            (top.indices[:, 0] == fed[0, 1:]).numpy(),
+            (top.values[:, 0] - top.values[:, 1]).numpy(),
+        )
+
+    def compare(self, kind: str, own: np.ndarray, got: list[float] | np.ndarray) -> None:
+        """Takes the log-probabilities of the last tokens of a sequence."""
+        error = float(np.abs(own[len(own) - len(got) :] - got).max())
+        self.worst[kind] = max(self.worst.get(kind, 0.0), error)
+        self.tokens[kind] = self.tokens.get(kind, 0) + len(got)
+
+    def compare_flags(self, is_greedy: np.ndarray, margins: np.ndarray, got: np.ndarray) -> None:
+        """Takes flags, those that do not hang on rounding."""
+        clear = margins > MARGIN
+        self.flags += int(clear.sum())
+        self.wrong_flags += int((is_greedy != got)[clear].sum())
 
 
-def spread(gen: Generator, sentences: list[str], results: list[Loglikelihood]) -> float:
-    """The largest difference of a token scored alone and in reversed order."""
+def halves(sentence: str) -> tuple[str, str]:
+    """A sentence cut before a word, near the middle."""
+    place = sentence.index(" ", len(sentence) // 3)
+    return sentence[:place], sentence[place:]
+
+
+def check(gen: Generator, sentences: list[str], path: str, prefix: int) -> dict[str, Any]:
+    """Compares every token with transformers, one sentence at a time."""
+    rolling = gen.loglikelihood_rolling(sentences)
+    pairs = gen.loglikelihood([halves(sentence) for sentence in sentences])
+    prompts = gen.prompt_logprobs(sentences, 1)
+    oracle = Oracle(path)
+    for text, pair, prompt in zip(rolling, pairs, prompts, strict=True):
+        own, is_greedy, margins = oracle.logprobs([prefix, *text.token_ids])
+        oracle.compare("rolling", own, text.token_logprobs)
+        if margins.min() > MARGIN:
+            oracle.flags += 1
+            oracle.wrong_flags += bool(is_greedy.all()) != text.is_greedy
+        own, is_greedy, margins = oracle.logprobs(text.token_ids)
+        oracle.compare("prompt_logprobs", own, prompt.logprobs[1:])
+        oracle.compare_flags(is_greedy, margins, prompt.is_greedy[1:])
+        oracle.compare("loglikelihood", own, pair.token_logprobs)
+        last = slice(len(own) - len(pair.token_ids), None)
+        if margins[last].min() > MARGIN:
+            oracle.flags += 1
+            oracle.wrong_flags += bool(is_greedy[last].all()) != pair.is_greedy
+    figures: dict[str, Any] = {}
+    for kind, worst in oracle.worst.items():
+        figures[f"{kind}: worst of {oracle.tokens[kind]} tokens"] = worst
+    return {**figures, "greedy flags compared": oracle.flags, "wrong flags": oracle.wrong_flags}
+
+
+def spread(gen: Generator, sentences: list[str]) -> float:
+    """The largest difference of a token among all, alone and in reversed order."""
     worst = 0.0
-    alone = [gen.loglikelihood([("", sentence)])[0] for sentence in sentences]
-    backwards = gen.loglikelihood([("", s) for s in sentences[::-1]])[::-1]
+    pairs = [("", sentence) for sentence in sentences]
+    results = gen.loglikelihood(pairs)
+    alone = [gen.loglikelihood([pair])[0] for pair in pairs]
+    backwards = gen.loglikelihood(pairs[::-1])[::-1]
     for other in (alone, backwards):
         for one, two in zip(results, other, strict=True):
             worst = max(
@@ -84,66 +153,91 @@ def spread(gen: Generator, sentences: list[str], results: list[Loglikelihood]) -
     return worst
 
 
+def exactness(args: argparse.Namespace, gen: Generator, sentences: list[str]) -> bool:
+    """Prints what was asked for of check and spread; returns whether all is within the limits."""
+    figures: dict[str, Any] = {}
+    is_good = True
+    if args.only in (None, "check"):
+        figures |= check(gen, sentences, args.model, prefix_of(gen))
+        errors = [value for name, value in figures.items() if "worst" in name]
+        is_good = max(errors) < LIMIT and not figures["wrong flags"]
+    if args.only in (None, "spread"):
+        figures["largest spread"] = default = spread(gen, sentences)
+        with Generator.from_pretrained(args.model, deterministic=True) as exact:
+            figures["largest spread, deterministic"] = bits = spread(exact, sentences)
+        is_good = is_good and default < SPREAD and bits == 0.0
+    for name, value in figures.items():
+        print(f"{name:44} {value}")
+    print("within the limits" if is_good else "NOT within the limits")
+    return is_good
+
+
+def prefix_of(gen: Generator) -> int:
+    """The token before what has no context: BOS, else EOS."""
+    tokenizer = gen.tokenizer
+    assert tokenizer is not None
+    bos = tokenizer.bos_token_id
+    prefix = tokenizer.eos_token_id if bos is None else bos
+    assert prefix is not None
+    return prefix
+
+
 def timed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
+def speed(args: argparse.Namespace, gen: Generator, sentences: list[str]) -> dict[str, Any]:
+    """Times all that is compared in turn, and prints medians."""
+    pairs = [("", sentence) for sentence in sentences]
+    results = gen.loglikelihood(pairs)
+    harness = Harness(args.model, prefix_of(gen), results)
+    tokens = sum(len(result.token_ids) for result in results)
+    floor = GemmFloor(args.model, ("packed", "torch"))
+    seconds: dict[str, list[float]] = {"ours": [], "floor": []}
+    for _ in range(args.rounds):
+        seconds["ours"].append(timed(lambda: gen.loglikelihood(pairs)))
+        seconds["floor"].append(tokens / floor.tokens_per_s(CHUNK_TOKENS))
+        for size in (int(size) for size in args.batch_sizes.split(",")):
+            taken = timed(lambda size=size: harness.score(size))
+            seconds.setdefault(f"hf batch {size}", []).append(taken)
+    report(tokens, seconds)
+    return {"sentences": len(pairs), "tokens": tokens, "seconds": seconds}
+
+
 def main() -> int:
-    """Prints one table; with --json the figures, too."""
+    """Prints what was asked for; with --json the times, too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--sentences", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, help="sentences to leave out before them")
+    parser.add_argument("--only", choices=("check", "spread", "speed"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-sizes", default="1,4,16,64")
-    parser.add_argument("--skip-check", action="store_true", help="measure times only")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    sizes = [int(size) for size in args.batch_sizes.split(",")]
-    sentences = cut_into_sentences(args.text.read_text("latin-1"), args.sentences)
-    pairs = [("", sentence) for sentence in sentences]
-    figures: dict[str, Any] = {"sentences": len(pairs)}
+    text = args.text.read_text("latin-1")
+    sentences = cut_into_sentences(text, args.first + args.sentences)[args.first :]
+    is_good = True
     with Generator.from_pretrained(args.model) as gen:
-        results = gen.loglikelihood(pairs)
-        tokenizer = gen.tokenizer
-        assert tokenizer is not None
-        prefix = (
-            tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        )
-        assert prefix is not None
-        harness = Harness(args.model, prefix, results)
-        figures["tokens"] = tokens = sum(len(result.token_ids) for result in results)
-        if not args.skip_check:
-            figures |= check(results, harness.model.model, prefix)
-            figures["alone_or_reversed"] = spread(gen, sentences, results)
-            with Generator.from_pretrained(args.model, deterministic=True) as exact:
-                figures["alone_or_reversed_deterministic"] = spread(
-                    exact, sentences, exact.loglikelihood(pairs)
-                )
-        floor = GemmFloor(args.model, ("packed", "torch"))
-        seconds: dict[str, list[float]] = {"ours": [], "floor": []}
-        for _ in range(args.rounds):
-            seconds["ours"].append(timed(lambda: gen.loglikelihood(pairs)))
-            seconds["floor"].append(tokens / floor.tokens_per_s(CHUNK_TOKENS))
-            for size in sizes:
-                taken = timed(lambda size=size: harness.score(size))
-                seconds.setdefault(f"hf batch {size}", []).append(taken)
-    report(figures, seconds)
-    if args.json is not None:
-        args.json.write_text(json.dumps({**figures, "seconds": seconds}))
-    return 0
+        if args.only != "speed":
+            is_good = exactness(args, gen, sentences)
+        if args.only in (None, "speed"):
+            figures = speed(args, gen, sentences)
+            if args.json is not None:
+                args.json.write_text(json.dumps(figures))
+    return 0 if is_good else 1
 
 
-def report(figures: dict[str, Any], seconds: dict[str, list[float]]) -> None:
+def report(tokens: int, seconds: dict[str, list[float]]) -> None:
     """Prints medians, and ours beside the others."""
-    for name, value in figures.items():
-        print(f"{name:34} {value}")
     medians = {name: statistics.median(times) for name, times in seconds.items()}
+    print(f"{tokens} tokens")
     print(f"{'':16}{'median s':>10}{'tokens/s':>10}{'ours is':>9}")
     for name, median in medians.items():
-        rate, ratio = figures["tokens"] / median, median / medians["ours"]
+        rate, ratio = tokens / median, median / medians["ours"]
         print(f"{name:16}{median:10.2f}{rate:10.0f}{ratio:8.2f}x")
 
 

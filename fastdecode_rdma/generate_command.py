@@ -60,6 +60,8 @@ output, one JSON object a line, in the order in which requests finish (or --orde
   something is not touched without --overwrite or --resume. --resume goes on after any end (Ctrl-C,
   kill -9, a full disk): every line of the input is then in the output once. FILE.job, beside it,
   says which input, model and parameters began it; with others --resume refuses.
+  An output named .parquet, .csv or .tsv (extra `batch`) is made of these lines at the end; they
+  stay beside it, in FILE.jsonl, for a job that goes on.
 
 exit status: 0 all requests succeeded, 1 stopped before the end (see the message; --resume goes on),
 2 bad usage, 3 finished, and some requests failed, 130 interrupted, 143 ended by SIGTERM

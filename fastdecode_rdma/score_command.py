@@ -28,13 +28,18 @@ output, one JSON object a line:
   natural ones.
   {"id": …, "line": N, "error": {"type": …, "message": …}, …}    a line that failed
 
---resume, --ordered, --limit, --dry-run and the exit status: as `fastdecode generate --help` says.
+An output named .parquet, .csv or .tsv, --resume, --ordered, --limit, --dry-run and the exit status:
+as `fastdecode generate --help` says.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    from fastdecode_rdma.batch.arguments import add_engine_arguments, add_file_arguments
+    from fastdecode_rdma.batch.arguments import (
+        add_engine_arguments,
+        add_file_arguments,
+        add_ray_arguments,
+    )
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
@@ -53,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the token before what has no context (default: BOS, or EOS where there is none)",
     )
     add_engine_arguments(parser)
+    add_ray_arguments(parser, with_workers=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,13 +68,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fastdecode_rdma.batch.arguments import engine_options
+    from fastdecode_rdma.batch.arguments import check_ray, engine_options
     from fastdecode_rdma.batch.command import Work, run_file
     from fastdecode_rdma.batch.score_runner import ScoreRun
     from fastdecode_rdma.batch.tables import open_source
     from fastdecode_rdma.engine.options import resolve_model_dir
     from fastdecode_rdma.generator import Generator
 
+    check_ray(args)
     directory = resolve_model_dir(args.model)
     work = Work(
         command="score",
@@ -81,6 +88,7 @@ def _run(args: argparse.Namespace) -> int:
         load=partial(Generator.from_pretrained, directory, **engine_options(args)),
         formats=partial(_formats, args),
         make_run=partial(ScoreRun, prefix_token_id=args.prefix_token_id),
+        score_options={"prefix_token_id": args.prefix_token_id},
     )
     return run_file(args, open_source(args.input), work)
 

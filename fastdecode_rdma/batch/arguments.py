@@ -66,13 +66,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what concerns a Ray cluster."""
+def add_ray_arguments(parser: argparse.ArgumentParser, *, with_workers: bool = True) -> None:
+    """Declares what concerns a Ray cluster; attention workers only for what needs them."""
     parser.add_argument(
         "--ray",
         action="store_true",
-        help="run engines and attention workers on a Ray cluster, which reads the input and the "
-        "model at the same paths (extra `ray`)",
+        help="run on a Ray cluster, whose nodes find the input, the model and the output's folder "
+        "at the same paths (extra `ray`)",
     )
     parser.add_argument(
         "--ray-address", metavar="A", help="the cluster (default: RAY_ADDRESS, or one started here)"
@@ -80,6 +80,9 @@ def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ray-engines", type=_positive, default=1, metavar="N", help="engines (default: 1)"
     )
+    if not with_workers:
+        parser.set_defaults(ray_workers=1, ray_worker_memory=None)
+        return
     parser.add_argument(
         "--ray-workers",
         type=_positive,
@@ -105,7 +108,7 @@ def check_ray(args: argparse.Namespace) -> None:
     if args.workers is not None:
         raise ConfigError("--ray starts its own workers; leave out --workers")
     if args.input is None or not os.path.isfile(args.input) or is_table(args.input):
-        raise ConfigError("--ray needs --input with a file of lines: engines read it themselves")
+        raise ConfigError("--ray needs --input with a file of lines: its tasks read it themselves")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

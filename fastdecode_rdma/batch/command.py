@@ -28,9 +28,11 @@ from fastdecode_rdma.batch.job import (
     start_job,
     state_path,
 )
+from fastdecode_rdma.batch.line_pass import LinePass, Source
 from fastdecode_rdma.batch.output import Output, done_lines
 from fastdecode_rdma.batch.progress import Counts, Progress
 from fastdecode_rdma.batch.records import PromptLines
+from fastdecode_rdma.batch.table_output import check_tables, write_table
 from fastdecode_rdma.batch.tables import TableSource, is_table
 from fastdecode_rdma.errors import ConfigError, FastDecodeError
 
@@ -42,7 +44,8 @@ EXIT_STOPPED = 1
 EXIT_FAILED_LINES = 3
 
 
-Source = LineSource | TableSource | PromptLines
+TABLE_LINES = ".jsonl"
+"""What is added to the name of a table for the lines that it is made of."""
 
 
 class Run(Protocol):
@@ -54,7 +57,7 @@ class Run(Protocol):
         """Works on all lines."""
 
 
-MakeRun = Callable[["Generator", Source, Intake, Output, Counts, Progress], Run]
+MakeRun = Callable[[LinePass], Run]
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ class Work:
     """What a command does with the lines of a file.
 
     facts: parameters that make the job what it is; seed: of lines that give none. load: loads the
-    model. formats: how the lines of a job are read and written. make_run: works on them.
+    model. formats: how the lines of a job are read and written. make_run: works on them here.
+    score_options: None for lines that are answered; of those that are scored, what the engines of
+    a cluster are told.
     """
 
     command: str
@@ -72,18 +77,21 @@ class Work:
     load: Callable[[], Generator]
     formats: Callable[[Job, Tokenizer | None], FormatFor]
     make_run: MakeRun
+    score_options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class _Files:
     """The input and the output of a job: checked, not yet touched.
 
-    state: where the job's state is, None where it cannot be resumed. seen: what a pass over the
-    input showed, None for pipes.
+    output: where lines go. table: what is made of them at the end, if anything is. state: where the
+    job's state is, None where it cannot be resumed. seen: what a pass over the input showed, None
+    for pipes.
     """
 
     source: Source
     output: str
+    table: str | None
     state: Path | None
     seen: InputFacts | None
 
@@ -115,6 +123,7 @@ def run_file(args: argparse.Namespace, source: Source, work: Work) -> int:
             stack.callback(begun.writer.close)
         if files.seen is not None and begun.done.count and begun.done.count == files.seen.num_lines:
             say(f"all {begun.done.count} lines are in {files.output} already")
+            _make_table(files)
             return EXIT_FAILED_LINES if begun.done.failed else 0
         is_ray = getattr(args, "ray", False)
         generator = stack.enter_context(_ray(args) if is_ray else work.load())
@@ -134,16 +143,34 @@ def run_file(args: argparse.Namespace, source: Source, work: Work) -> int:
             stack.callback(intake.close)
             counts, progress = _counting(args, files, begun)
             output = Output(begun.writer, ordered=args.ordered)
-            run = work.make_run(generator, source, intake, output, counts, progress)
+            run = work.make_run(LinePass(generator, source, intake, output, counts, progress))
         again = None if files.state is None else _resume_command(args)
-        return _watch(run, begun.writer, again)
+        code = _watch(run, begun.writer, again)
+        if code != EXIT_STOPPED:
+            _make_table(files)
+        return code
+
+
+def _make_table(files: _Files) -> None:
+    """Makes the table, if one was asked for. Its lines stay: a job that goes on adds to them."""
+    if files.table is None:
+        return
+    count = write_table(files.output, files.table)
+    lines = f", made of {files.output}"
+    if files.state is None:  # nothing can go on from them
+        os.unlink(files.output)
+        lines = ""
+    say(f"{files.table} has {count} rows{lines}")
 
 
 def _check_files(args: argparse.Namespace, source: Source) -> _Files:
     output = args.output or STANDARD
-    if is_table(output):
-        raise ConfigError(f"{output}: results are lines of JSON; name the output .jsonl")
+    table = None
     file_source = None if isinstance(source, PromptLines) else source
+    if is_table(output):
+        check_tables()
+        check_output(output, file_source, overwrite=args.overwrite, resume=args.resume)
+        table, output = output, output + TABLE_LINES
     check_output(output, file_source, overwrite=args.overwrite, resume=args.resume)
     state = state_path(output) if _is_resumable(file_source, output) else None
     if args.resume and state is None:
@@ -151,7 +178,7 @@ def _check_files(args: argparse.Namespace, source: Source) -> _Files:
     seen = None
     if file_source is not None and file_source.path is not None:
         seen = scan_input(file_source.lines())
-    return _Files(source, output, state, seen)
+    return _Files(source, output, table, state, seen)
 
 
 def _begin(args: argparse.Namespace, work: Work, files: _Files) -> _Begun:
@@ -188,19 +215,21 @@ def _ray(args: argparse.Namespace) -> AbstractContextManager[Any]:
 
 
 def _ray_run(args: argparse.Namespace, work: Work, files: _Files, begun: _Begun) -> Run:
-    from fastdecode_rdma.ray.files_run import RayRun, processor_config
+    from fastdecode_rdma.ray.files_run import LineWork, RayRun, processor_config
 
     assert begun.writer is not None and files.seen is not None
     counts, progress = _counting(args, files, begun)
+    model = str(work.directory.resolve())
     return RayRun(
-        processor_config(args, str(work.directory.resolve()), engine_options(args)),
-        args.input,
-        partial(work.formats, begun.job),
-        files.seen.first,
+        processor_config(args, model, engine_options(args), scores=work.score_options is not None),
+        LineWork(
+            args.input, files.seen.first, partial(work.formats, begun.job), work.score_options
+        ),
         begun.done,
-        Output(begun.writer, ordered=False),  # Ray Data keeps the order itself
+        Output(begun.writer, ordered=args.ordered),
         counts,
         progress,
+        checkpoint=None if files.state is None else Path(f"{files.output}.checkpoint"),
         limit=args.limit,
         ordered=args.ordered,
     )

@@ -72,9 +72,14 @@ class Intake:
             assert record.id is not None
             first = self._seen.first(record.id, record.number)
             if first != record.number and record.error is None:
-                record.error = ConfigError(f"id {record.id!r} was on line {first} already")
+                record.error = repeated_id(record, first)
         return record
 
     def close(self) -> None:
         """Drops the temporary file of ids."""
         self._seen.close()
+
+
+def repeated_id(record: Record, first: int) -> ConfigError:
+    """Returns the error of a record whose id was on line `first` already."""
+    return ConfigError(f"id {record.id!r} was on line {first} already")

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastdecode_rdma.batch.files import LineSource
-from fastdecode_rdma.batch.intake import Intake
-from fastdecode_rdma.batch.output import Output
-from fastdecode_rdma.batch.progress import Counts, Progress, UnderWay
-from fastdecode_rdma.batch.records import PromptLines, Record
-from fastdecode_rdma.batch.tables import TableSource
+from fastdecode_rdma.batch.line_pass import LinePass
+from fastdecode_rdma.batch.progress import UnderWay
+from fastdecode_rdma.batch.records import Record
 from fastdecode_rdma.errors import (
     ConfigError,
     FastDecodeError,
@@ -30,7 +27,6 @@ from fastdecode_rdma.errors import (
 )
 
 if TYPE_CHECKING:
-    from fastdecode_rdma.generator import Generator
     from fastdecode_rdma.handles import RequestHandle
 
 WAIT_S = 0.5
@@ -51,23 +47,14 @@ class _Open:
 
 
 class BatchRun:
-    """One pass over the lines of `source`; `counts` may be read at any time."""
+    """Answers the lines; `counts` may be read at any time."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        source: LineSource | TableSource | PromptLines,
-        intake: Intake,
-        output: Output,
-        counts: Counts,
-        progress: Progress,
-    ) -> None:
-        self.counts = counts
-        self._generator = generator
-        self._source = source
-        self._intake = intake
-        self._output = output
-        self._progress = progress
+    def __init__(self, lines: LinePass) -> None:
+        self.counts = lines.counts
+        self._lines = lines
+        self._generator = lines.generator
+        self._intake = lines.intake
+        self._output = lines.output
         self._open: dict[int, _Open] = {}  # by the line's number
         self._num_open = 0  # their sequences
         self._held: _Open | None = None  # read, and not all submitted: the queue was full
@@ -80,17 +67,17 @@ class BatchRun:
         Raises:
             OSError: input or output broke. FastDecodeError: the generator is no longer usable.
         """
-        self._source.on_news = partial(self._news.put, None)
+        self._lines.source.on_news = partial(self._news.put, None)
         try:
             while not self._intake.ended or self._held is not None or self._open:
                 # One line, then a look at what has finished: neither waits for the other.
                 self._hear(0.0 if self._take_line() else self._patience_s)
-                self._progress.show(self._under_way)
+                self._lines.progress.show(self._under_way)
         finally:
             for each in (*self._open.values(), *filter(None, [self._held])):
                 for handle in each.handles:
                     handle.cancel()
-            self._progress.end()
+            self._lines.progress.end()
 
     @property
     def _patience_s(self) -> float:
@@ -130,7 +117,7 @@ class BatchRun:
         for handle in each.handles:
             handle.cancel()
         self._num_open -= each.record.num_sequences
-        self._fail(each.record, error)
+        self._lines.fail(each.record, error)
         return True
 
     def _submit(self, each: _Open) -> None:
@@ -160,13 +147,6 @@ class BatchRun:
         except STOPPING:
             raise
         except FastDecodeError as error:
-            self._fail(record, error)
+            self._lines.fail(record, error)
             return
-        self._output.write(record.number, line)
-        self.counts.requests += 1
-        self.counts.tokens += sum(handle.num_tokens for handle in each.handles)
-
-    def _fail(self, record: Record, error: Exception) -> None:
-        self._output.write(record.number, self._intake.format.failure(record, error))
-        self.counts.requests += 1
-        self.counts.failed += 1
+        self._lines.finish(record, line, sum(handle.num_tokens for handle in each.handles))

@@ -4,19 +4,16 @@ few enough that an interrupt loses little."""
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from fastdecode_rdma.batch.files import LineSource
-from fastdecode_rdma.batch.intake import Intake
-from fastdecode_rdma.batch.output import Output
-from fastdecode_rdma.batch.progress import Counts, Progress, UnderWay
-from fastdecode_rdma.batch.records import PromptLines, Record
+from fastdecode_rdma.batch.line_pass import LinePass
+from fastdecode_rdma.batch.progress import UnderWay
+from fastdecode_rdma.batch.records import Record
 from fastdecode_rdma.batch.runner import STOPPING, WAIT_S
 from fastdecode_rdma.batch.score_lines import Scored, ScoreLines
-from fastdecode_rdma.batch.tables import TableSource
-from fastdecode_rdma.errors import FastDecodeError
 
 if TYPE_CHECKING:
     from fastdecode_rdma.generator import Generator
@@ -28,25 +25,12 @@ MAX_LENGTH = 1 << 20
 
 
 class ScoreRun:
-    """One pass over the lines of `source`; `counts` may be read at any time."""
+    """Scores the lines; `counts` may be read at any time."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        source: LineSource | TableSource | PromptLines,
-        intake: Intake,
-        output: Output,
-        counts: Counts,
-        progress: Progress,
-        *,
-        prefix_token_id: int | None = None,
-    ) -> None:
-        self.counts = counts
-        self._generator = generator
-        self._source = source
-        self._intake = intake
-        self._output = output
-        self._progress = progress
+    def __init__(self, lines: LinePass, *, prefix_token_id: int | None = None) -> None:
+        self.counts = lines.counts
+        self._lines = lines
+        self._intake = lines.intake
         self._prefix_token_id = prefix_token_id
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -56,7 +40,7 @@ class ScoreRun:
         Raises:
             OSError: input or output broke. FastDecodeError: the generator is no longer usable.
         """
-        self._source.on_news = partial(self._news.put, None)
+        self._lines.source.on_news = partial(self._news.put, None)
         try:
             while not self._intake.ended:
                 records = self._take()
@@ -65,9 +49,9 @@ class ScoreRun:
                 elif not self._intake.ended:
                     with suppress(queue.Empty):
                         self._news.get(timeout=WAIT_S)
-                self._progress.show(UnderWay)
+                self._lines.progress.show(UnderWay)
         finally:
-            self._progress.end()
+            self._lines.progress.end()
 
     def _take(self) -> list[Record]:
         """Reads lines that are scored together; fewer when a pipe has no more just now."""
@@ -77,9 +61,9 @@ class ScoreRun:
             record = self._intake.next_record()
             if record is None:
                 break
-            self._output.expect(record.number)
+            self._lines.output.expect(record.number)
             if record.error is not None:
-                self._fail(record, record.error)
+                self._lines.fail(record, record.error)
                 continue
             scored: Scored = record.body
             length += len(scored.context or "") + len(scored.text)
@@ -87,36 +71,45 @@ class ScoreRun:
         return records
 
     def _score(self, records: list[Record]) -> None:
-        pairs = [record for record in records if record.body.context is not None]
-        texts = [record for record in records if record.body.context is None]
-        if pairs:
-            found = self._generator.loglikelihood(
-                [(record.body.context, record.body.text) for record in pairs],
-                prefix_token_id=self._prefix_token_id,
-                on_error="event",
-            )
-            self._finish(pairs, found)
-        if texts:
-            found = self._generator.loglikelihood_rolling(
-                [record.body.text for record in texts],
-                prefix_token_id=self._prefix_token_id,
-                on_error="event",
-            )
-            self._finish(texts, found)
-
-    def _finish(self, records: list[Record], scores: list[Loglikelihood]) -> None:
         lines = cast(ScoreLines, self._intake.format)
-        for record, score in zip(records, scores, strict=True):
-            if isinstance(score.error, STOPPING):
-                raise score.error
+        generator = self._lines.generator
+        for record, score in score_records(generator, records, self._prefix_token_id):
             if score.error is not None:
-                self._fail(record, score.error)
-                continue
-            self._output.write(record.number, lines.result(record, score))
-            self.counts.requests += 1
-            self.counts.tokens += len(score.token_ids)
+                self._lines.fail(record, score.error)
+            else:
+                self._lines.finish(record, lines.result(record, score), len(score.token_ids))
 
-    def _fail(self, record: Record, error: FastDecodeError | Exception) -> None:
-        self._output.write(record.number, self._intake.format.failure(record, error))
-        self.counts.requests += 1
-        self.counts.failed += 1
+
+def score_records(
+    generator: Generator, records: Sequence[Record], prefix_token_id: int | None
+) -> Iterator[tuple[Record, Loglikelihood]]:
+    """Yields good records with their scores, or what is wrong with them: pairs, then texts.
+
+    Raises:
+        FastDecodeError: the generator is no longer usable.
+    """
+    pairs = [record for record in records if record.body.context is not None]
+    texts = [record for record in records if record.body.context is None]
+    if pairs:
+        scores = generator.loglikelihood(
+            [(record.body.context, record.body.text) for record in pairs],
+            prefix_token_id=prefix_token_id,
+            on_error="event",
+        )
+        yield from _unless_stopping(pairs, scores)
+    if texts:
+        scores = generator.loglikelihood_rolling(
+            [record.body.text for record in texts],
+            prefix_token_id=prefix_token_id,
+            on_error="event",
+        )
+        yield from _unless_stopping(texts, scores)
+
+
+def _unless_stopping(
+    records: Sequence[Record], scores: Sequence[Loglikelihood]
+) -> Iterator[tuple[Record, Loglikelihood]]:
+    for record, score in zip(records, scores, strict=True):
+        if isinstance(score.error, STOPPING):
+            raise score.error
+        yield record, score

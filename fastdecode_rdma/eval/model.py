@@ -13,18 +13,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import maybe_truncate, postprocess_generated_text
 from tqdm import tqdm
 
-from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.eval.arguments import (
-    as_dict,
-    as_int,
-    generator_arguments,
-    note_batch_size,
-    tell_once,
-    usable_device,
-    worker_addresses,
-)
+from fastdecode_rdma.eval.arguments import note_batch_size
 from fastdecode_rdma.eval.generation import Generation, read_generation
+from fastdecode_rdma.eval.settings import DEFAULT_GEN_TOKS, Settings, open_generator
+from fastdecode_rdma.eval.text import HarnessText
 from fastdecode_rdma.generator import Generator
 from fastdecode_rdma.tokenizer import Tokenizer
 
@@ -34,7 +27,6 @@ if TYPE_CHECKING:
 PAIRS_AT_ONCE = 4096
 """Requests between two looks at the progress bar and the harness's cache."""
 TEXTS_AT_ONCE = 64
-SIDES = ("left", "right", "middle")
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
@@ -53,7 +45,7 @@ class FastDecodeLM(TemplateLM):
         max_batch_size: int | None = None,
         max_length: int | None = None,
         max_model_len: int | None = None,
-        max_gen_toks: int = 256,
+        max_gen_toks: int = DEFAULT_GEN_TOKS,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         truncation_side: str = "left",
@@ -84,57 +76,36 @@ class FastDecodeLM(TemplateLM):
             ConfigError: an argument cannot be used. TransportError: a worker cannot be reached.
         """
         super().__init__()
-        if truncation_side not in SIDES:
-            raise ConfigError(f"truncation_side must be one of {SIDES}, got {truncation_side!r}")
-        if max_length is not None and max_model_len is not None and max_length != max_model_len:
-            raise ConfigError("max_length and max_model_len are the same: give one of them")
-        if enable_thinking and think_end_token is None:
-            raise ConfigError("enable_thinking needs think_end_token: where the answer begins")
         note_batch_size(batch_size, max_batch_size)
-        longest = as_int("max_length", max_length or max_model_len, low=2)
-        more = generator_arguments(arguments)
-        if isinstance(pretrained, Generator):
-            loading = {"workers": workers, "tokenizer": tokenizer}
-            names = [*more, *(name for name, value in loading.items() if value is not None)]
-            if names:
-                raise ConfigError(f"a Generator is open already: leave out {', '.join(names)}")
-            self.generator, self._name = pretrained, pretrained.stats().model_name
-        else:
-            self.generator = Generator.from_pretrained(
-                pretrained,
-                tokenizer=tokenizer,
-                dtype=dtype,
-                device=usable_device(device),
-                max_model_len=longest,
-                workers=worker_addresses(workers),
-                **more,
-            )
-            self._name = os.fspath(tokenizer or pretrained)
-        if self.generator.tokenizer is None:
-            raise ConfigError(f"{self._name} has no tokenizer; give tokenizer=, a directory")
-        self.tokenizer: Tokenizer = self.generator.tokenizer
-        self._device = torch.device("cpu")
-        self._max_length = longest or self.generator.max_model_len
-        self._max_gen_toks = as_int("max_gen_toks", max_gen_toks, low=1) or 256
-        self._add_bos_token = add_bos_token
-        self._prefix_token_id = as_int("prefix_token_id", prefix_token_id)
-        self._truncation_side = truncation_side
-        self._template_args = as_dict("chat_template_args", chat_template_args)
-        if enable_thinking is not None:
-            self._template_args["enable_thinking"] = enable_thinking
-        self._template_name: str | None = None
-        self._think_end_token = None if think_end_token is None else str(think_end_token)
-        self._tell_bos()
-
-    def _tell_bos(self) -> None:
-        """A model that was trained with BOS is far off without: what happens is said."""
-        bos = self.tokenizer.bos_token_id
-        adds = bos is not None and self.tok_encode("a")[:1] == [bos]
-        tell_once(
-            f"{self._name}: text {'begins' if adds else 'does not begin'} with BOS "
-            f"({'add_bos_token' if self._add_bos_token is not None else 'as its tokenizer does'}); "
-            f"without context the prefix token is {self.prefix_token_id}"
+        self._settings = Settings.checked(
+            max_length=max_length,
+            max_model_len=max_model_len,
+            max_gen_toks=max_gen_toks,
+            add_bos_token=add_bos_token,
+            prefix_token_id=prefix_token_id,
+            truncation_side=truncation_side,
+            chat_template_args=chat_template_args,
+            enable_thinking=enable_thinking,
+            think_end_token=think_end_token,
         )
+        self.generator, self._name = open_generator(
+            pretrained,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            max_length=self._settings.max_length,
+            workers=workers,
+            arguments=arguments,
+        )
+        assert self.generator.tokenizer is not None
+        self.tokenizer: Tokenizer = self.generator.tokenizer
+        self._device = torch.device("cpu")  # where the harness puts tensors of its own
+        self._text = HarnessText(
+            self.tokenizer,
+            add_bos_token=add_bos_token,
+            template_args=self._settings.template_args,
+        )
+        self._text.tell_bos(self._name, self.prefix_token_id)
 
     def close(self) -> None:
         """Closes the generator."""
@@ -150,20 +121,20 @@ class FastDecodeLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int | None:
         """What comes before text that has no context."""
-        if self._prefix_token_id is not None:
-            return self._prefix_token_id
+        if self._settings.prefix_token_id is not None:
+            return self._settings.prefix_token_id
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:
         """Tokens that the model sees at once."""
-        return self._max_length
+        return self._settings.max_length or self.generator.max_model_len
 
     @property
     def max_gen_toks(self) -> int:
         """New tokens of a request that does not say how many."""
-        return self._max_gen_toks
+        return self._settings.max_gen_toks
 
     @property
     def tokenizer_name(self) -> str:
@@ -182,12 +153,7 @@ class FastDecodeLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Returns the ids of `string`, with one BOS at most."""
-        special = self._add_bos_token if add_special_tokens is None else add_special_tokens
-        ids = self.tokenizer.encode(string, add_special_tokens=special is not False)
-        bos = self.tokenizer.bos_token_id
-        if add_special_tokens is None and special and bos is not None and ids[:1] != [bos]:
-            return [bos, *ids]  # asked for, and not the tokenizer's habit
-        return ids
+        return self._text.encode(string, add_special_tokens)
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids."""
@@ -201,25 +167,7 @@ class FastDecodeLM(TemplateLM):
         Raises:
             ConfigError: the template refuses the messages, without those of the system, too.
         """
-        try:
-            return self._render(chat_history, add_generation_prompt)
-        except ConfigError as error:
-            others = [message for message in chat_history if message["role"] != "system"]
-            if len(others) == len(chat_history):
-                raise
-            tell_once(f"the chat template refuses the system's message, it is left out: {error}")
-            return self._render(others, add_generation_prompt)
-
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        return self.tokenizer.render_chat(
-            Chat(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                chat_template=self._template_name,
-                chat_template_kwargs=self._template_args,
-            )
-        )
+        return self._text.chat(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Chooses one of the model's templates by name (True: the default) and returns its text;
@@ -228,16 +176,7 @@ class FastDecodeLM(TemplateLM):
         Raises:
             ConfigError: the model has none of that name.
         """
-        if chat_template is False or chat_template is None:
-            return None
-        sources = self.tokenizer.chat_templates
-        if chat_template is True:
-            return sources.get("default")
-        if chat_template not in sources:
-            names = ", ".join(map(repr, sorted(sources))) or "none"
-            raise ConfigError(f"the model has no chat template {chat_template!r}; it has {names}")
-        self._template_name = chat_template
-        return sources[chat_template]
+        return self._text.choose_template(chat_template)
 
     # -- scoring
 
@@ -269,7 +208,7 @@ class FastDecodeLM(TemplateLM):
                 results = self.generator.loglikelihood(
                     [(before, after) for _, before, after in part],
                     prefix_token_id=self.prefix_token_id,
-                    max_length=self._max_length,
+                    max_length=self.max_length,
                 )
                 for (key, _, _), result in zip(part, results, strict=True):
                     answers.append((result.logprob, result.is_greedy))
@@ -291,7 +230,7 @@ class FastDecodeLM(TemplateLM):
             for start in range(0, len(texts), TEXTS_AT_ONCE):
                 part = texts[start : start + TEXTS_AT_ONCE]
                 results = self.generator.loglikelihood_rolling(
-                    part, prefix_token_id=self.prefix_token_id, max_length=self._max_length
+                    part, prefix_token_id=self.prefix_token_id, max_length=self.max_length
                 )
                 for text, result in zip(part, results, strict=True):
                     answers.append(result.logprob)
@@ -300,7 +239,7 @@ class FastDecodeLM(TemplateLM):
         return answers
 
     def _refuse_thinking(self) -> None:
-        if self._template_args.get("enable_thinking"):
+        if self._settings.template_args.get("enable_thinking"):
             raise ConfigError(
                 "enable_thinking is for tasks that generate: an answer that is scored has no "
                 "thoughts before it"
@@ -317,12 +256,12 @@ class FastDecodeLM(TemplateLM):
         prompts, generations = [], []
         for request in requests:
             context, kwargs = request.args
-            generation = read_generation(kwargs, default_max_gen_toks=self._max_gen_toks)
+            generation = read_generation(kwargs, default_max_gen_toks=self.max_gen_toks)
             prompts.append(self._prompt(context, generation))
             generations.append(generation)
         params = [
             # stop strings among the thoughts must not end them: they are cut off afterwards
-            each.params if self._think_end_token else replace(each.params, stop=each.until)
+            each.params if self._settings.think_end_token else replace(each.params, stop=each.until)
             for each in generations
         ]
         texts: list[list[str]] = [[] for _ in requests]
@@ -340,7 +279,7 @@ class FastDecodeLM(TemplateLM):
                     answers[index] = postprocess_generated_text(
                         "".join(texts[index]),
                         list(generations[index].until),
-                        self._think_end_token,
+                        self._settings.think_end_token,
                     )
                     self.cache_hook.add_partial(
                         "generate_until", requests[index].args, answers[index]
@@ -350,11 +289,11 @@ class FastDecodeLM(TemplateLM):
 
     def _prompt(self, context: str, generation: Generation) -> list[int]:
         """Returns the ids of a prompt, cut so that the answer has room."""
-        room = self._max_length - generation.max_gen_toks
+        room = self.max_length - generation.max_gen_toks
         if room < 1:
             raise ConfigError(
                 f"max_gen_toks={generation.max_gen_toks} leaves no room for a prompt in max_length="
-                f"{self._max_length}"
+                f"{self.max_length}"
             )
         ids = self.tok_encode(context)
         if not ids:
@@ -364,7 +303,7 @@ class FastDecodeLM(TemplateLM):
         cut, _ = maybe_truncate(
             ids,
             max_gen_toks=generation.max_gen_toks,
-            max_model_len=self._max_length,
-            side=self._truncation_side,
+            max_model_len=self.max_length,
+            side=self._settings.truncation_side,
         )
         return cut

@@ -4,20 +4,21 @@ answers several batches at once, so that its own batch stays full."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
-from fastdecode_rdma.batch.files import RawLine, read_lines
-from fastdecode_rdma.batch.intake import FormatFor
-from fastdecode_rdma.batch.records import Record, message_of, override
+from fastdecode_rdma.batch.files import RawLine
+from fastdecode_rdma.batch.intake import FormatFor, repeated_id
+from fastdecode_rdma.batch.records import LineFormat, Record, message_of, override
 from fastdecode_rdma.batch.runner import RETRY_S, STOPPING
+from fastdecode_rdma.batch.score_lines import ScoreLines
+from fastdecode_rdma.batch.score_runner import score_records
 from fastdecode_rdma.chat import Chat
 from fastdecode_rdma.errors import ConfigError, FastDecodeError, QueueFullError
 from fastdecode_rdma.generator import Generator
@@ -36,6 +37,9 @@ OUTPUT_COLUMNS: dict[str, pa.DataType] = {
     ERROR_COLUMN: pa.string(),
 }
 """Columns that an engine adds, under ray.data.llm's names where it has them."""
+
+Answer = tuple[int, bytes, bool, int]
+"""Of a line: its number, its record, whether it failed, its tokens."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ def _without_nulls(values: Any) -> Any:
 
 
 class LineEngine(_Engine):
-    """Answers ranges of lines of a file, which it reads itself."""
+    """Answers lines of a file: a table of line, first and data becomes one of line, record, failed
+    and tokens."""
 
     def __init__(
         self, spec: EngineSpec, *, formats: Callable[[Tokenizer | None], FormatFor], first: RawLine
@@ -156,23 +161,11 @@ class LineEngine(_Engine):
         self._format = formats(self._generator.tokenizer)(first)
 
     async def __call__(self, table: pa.Table) -> AsyncIterator[pa.Table]:
-        """Yields line, record, failed, tokens of each line of the ranges."""
-        for text in table.column("range").to_pylist():
-            lines = _read_range(json.loads(text))
-            found = await asyncio.gather(*(self._line(*line) for line in lines))
-            yield pa.table(
-                {
-                    "line": pa.array([each[0] for each in found], pa.int64()),
-                    "record": pa.array([each[1] for each in found], pa.large_binary()),
-                    "failed": pa.array([each[2] for each in found], pa.bool_()),
-                    "tokens": pa.array([each[3] for each in found], pa.int64()),
-                }
-            )
+        """Yields a row for each line."""
+        records = _records(table, self._format)
+        yield _answers(await asyncio.gather(*map(self._line, records)))
 
-    async def _line(self, line: RawLine, first: int) -> tuple[int, bytes, bool, int]:
-        record = self._format.parse(line)
-        if first != line.number and record.error is None:
-            record.error = ConfigError(f"id {record.id!r} was on line {first} already")
+    async def _line(self, record: Record) -> Answer:
         error = record.error
         if error is None:
             try:
@@ -183,7 +176,7 @@ class LineEngine(_Engine):
                 error = exc
         return record.number, self._format.failure(record, error), True, 0
 
-    async def _answered(self, record: Record) -> tuple[int, bytes, bool, int]:
+    async def _answered(self, record: Record) -> Answer:
         assert record.params is not None
         params = record.params
         results = await asyncio.gather(*(self._answer(p, params) for p in record.prompts))
@@ -191,20 +184,59 @@ class LineEngine(_Engine):
         return record.number, self._format.result(record, results), False, tokens
 
 
-def _read_range(values: Mapping[str, Any]) -> list[tuple[RawLine, int]]:
-    """Returns the lines of a range, each with the line that had its id first."""
-    wanted: dict[int, int] = dict(values["lines"])
-    found: list[tuple[RawLine, int]] = []
-    fd = os.open(values["path"], os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.lseek(fd, values["offset"], os.SEEK_SET)
-        for line in read_lines(fd, first_number=values["number"]):
-            if line.number in wanted:
-                found.append((line, wanted[line.number]))
-                if len(found) == len(wanted):
-                    break
-    finally:
-        os.close(fd)
-    if len(found) < len(wanted):
-        raise ConfigError(f"{values['path']} has changed since the job began")
+class ScoreEngine(_Engine):
+    """Scores lines of a file; tables as those of LineEngine."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        formats: Callable[[Tokenizer | None], FormatFor],
+        first: RawLine,
+        prefix_token_id: int | None,
+    ) -> None:
+        """prefix_token_id: what comes before text without context, None is the tokenizer's."""
+        super().__init__(spec)
+        self._format = cast(ScoreLines, formats(self._generator.tokenizer)(first))
+        self._prefix_token_id = prefix_token_id
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Returns a row for each line."""
+        records = _records(table, self._format)
+        good = [record for record in records if record.error is None]
+        answers: list[Answer] = [
+            (record.number, self._format.failure(record, record.error), True, 0)
+            for record in records
+            if record.error is not None
+        ]
+        for record, score in score_records(self._generator, good, self._prefix_token_id):
+            if score.error is not None:
+                line = self._format.failure(record, score.error)
+                answers.append((record.number, line, True, 0))
+            else:
+                line = self._format.result(record, score)
+                answers.append((record.number, line, False, len(score.token_ids)))
+        return _answers(sorted(answers))
+
+
+def _records(table: pa.Table, lines: LineFormat) -> list[Record]:
+    """The records of a table's lines; an id that came before is an error of its line."""
+    found = []
+    for row in table.to_pylist():
+        record = lines.parse(RawLine(row["line"], row["data"]))
+        if row["first"] != record.number and record.error is None:
+            record.error = repeated_id(record, row["first"])
+        found.append(record)
     return found
+
+
+def _answers(answers: Sequence[Answer]) -> pa.Table:
+    numbers, records, failed, tokens = zip(*answers, strict=True)
+    return pa.table(
+        {
+            "line": pa.array(numbers, pa.int64()),
+            "record": pa.array(records, pa.large_binary()),
+            "failed": pa.array(failed, pa.bool_()),
+            "tokens": pa.array(tokens, pa.int64()),
+        }
+    )

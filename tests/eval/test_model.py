@@ -161,7 +161,7 @@ def test_thoughts_are_cut_off_before_the_stop_strings(tiny: FastDecodeLM) -> Non
     asked = requests("generate_until", ("ab", {"max_gen_toks": 12, "until": plain[1]}))
     expected = plain.split(end)[-1].lstrip().split(plain[1])[0]
     assert lm.generate_until(asked) == [expected]
-    assert lm._template_args == {"style": "short", "enable_thinking": True}
+    assert lm._settings.template_args == {"style": "short", "enable_thinking": True}
     with pytest.raises(ConfigError, match="enable_thinking is for tasks that generate"):
         lm.loglikelihood(requests("loglikelihood", ("a", "b")))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -10,13 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import ray
 
 from fastdecode_rdma import Generator, SamplingParams
+from fastdecode_rdma.batch.files import LineWriter
 from fastdecode_rdma.cli import main
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.ray import FastDecodeProcessorConfig, build_processor
+from fastdecode_rdma.ray import (
+    FastDecodeProcessorConfig,
+    build_processor,
+    files_run,
+    line_rows,
+)
 
 NUM_ROWS = 60
 ENGINE = {"deterministic": True, "max_num_seqs": 8}
@@ -97,7 +105,22 @@ def test_a_dead_worker_costs_no_answer(cluster, model):
         assert (row["answer"], row["tokens"]) == (expected[number % 7].text, len(row["ids"]))
 
 
-def test_a_file_is_answered_as_without_ray_and_resumed(cluster, model, tmp_path, capfd):
+def monkeypatch_filter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Hears how many lines Ray Data's checkpoint holds as it is handed to a dataset."""
+    heard: list[int] = []
+
+    def prepare(folder: Path, done: Any) -> Any:
+        checkpoint = line_rows.prepare_checkpoint(folder, done)
+        heard.append(pq.read_table(folder).num_rows)
+        return checkpoint
+
+    monkeypatch.setattr(files_run, "prepare_checkpoint", prepare)
+    return heard
+
+
+def test_a_file_is_answered_as_without_ray_and_resumed(
+    cluster, model, tmp_path, capfd, monkeypatch
+):
     lines: list[Any] = [{"id": f"i{n}", "prompt": f"p{n}", "label": n} for n in range(150)]
     lines[40], lines[90], lines[100] = "{", {"id": "i3", "prompt": "x"}, {"prompt": "no id"}
     source = tmp_path / "in"
@@ -108,14 +131,55 @@ def test_a_file_is_answered_as_without_ray_and_resumed(cluster, model, tmp_path,
     assert main([*options, "-o", str(tmp_path / "here")]) == 3
     out = tmp_path / "out"
     on_ray = [*options, "-o", str(out), "--ray", "--ray-workers", "2"]
+    kept = tmp_path / "out.checkpoint"
     on_ray += ["--ray-worker-memory", "64MiB"]
     assert main([*on_ray, "--limit", "70"]) == 3
-    assert out.read_bytes().count(b"\n") == 70
+    assert out.read_bytes().count(b"\n") == 70 and not kept.exists()
     out.write_bytes(out.read_bytes()[:-3])
+    left_out = monkeypatch_filter(monkeypatch)
     assert main([*on_ray, "--resume"]) == 3
+    assert left_out == [69] and not kept.exists()
     assert out.read_bytes() == (tmp_path / "here").read_bytes()
     assert "81 requests (1 failed), " in capfd.readouterr().err.splitlines()[-1]
     assert main([*options, "-o", str(out), "--resume"]) == 3  # the same job, with Ray or without
+
+
+def test_a_file_is_scored_as_without_ray(cluster, model, tmp_path, capfd):
+    lines: list[Any] = [{"id": n, "context": "ab", "continuation": f"c{n}"} for n in range(20)]
+    lines += [{"text": "a longer text", "tag": 1}, "{", {"id": 3, "text": "again"}]
+    source = tmp_path / "in"
+    source.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+    options = ["score", "--model", str(model), "-i", str(source), "--deterministic", "--ordered"]
+    assert main([*options, "-o", str(tmp_path / "here")]) == 3
+    assert main([*options, "-o", str(tmp_path / "out"), "--ray", "--ray-engines", "2"]) == 3
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "here").read_bytes()
+    assert main([*options, "-o", "-", "--ray-engines", "2"]) == 2
+    assert "are for --ray" in capfd.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_stops_the_job_which_then_goes_on(
+    cluster, model, tmp_path, capfd, monkeypatch
+):
+    """Lines that the driver could not write are not done, whatever tasks and engines have seen."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text("".join(f'{{"id": {n}, "prompt": "p{n}"}}\n' for n in range(200)))
+    options = ["generate", "--model", str(model), "-i", str(source), "-o", str(out), "--ray"]
+    options += ["--max-tokens", "2", "--ray-worker-memory", "64MiB"]
+    written = LineWriter.write
+
+    def full(writer: LineWriter, line: bytes) -> None:
+        if os.fstat(writer._fd).st_size > 9000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(writer, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LineWriter, "write", full)
+        assert main(options) == 1
+    said = capfd.readouterr().err
+    assert "No space left on device" in said and "continue with: fastdecode generate" in said
+    assert main([*options, "--resume"]) == 0
+    ids = sorted(json.loads(line)["id"] for line in out.read_bytes().splitlines())
+    assert ids == [*range(200)]
 
 
 @pytest.mark.parametrize(
