@@ -29,6 +29,13 @@
 #define FD_SEG 1024 /* tokens of a segment: the unit of work, and of rounding (see attention_kernel.h) */
 #endif
 
+#ifndef FD_RUN_BYTES
+#define FD_RUN_BYTES (64 << 10) /* of a block's heads side by side that one thread reads in turn */
+#endif
+#ifndef FD_BUNDLE_VECTORS
+#define FD_BUNDLE_VECTORS 32 /* query vectors whose scores stay in L2 beside what is read */
+#endif
+
 enum {
     FD_SCORES = FD_SEG + 16, /* floats between the scores of two vectors: off the 4 KiB that share a cache set */
     FD_TABLES = 8,

@@ -15,8 +15,9 @@ typedef struct {
     const fd_group *group;
     const fd_list *list;
     int64_t base;            /* first position of the segment */
-    size_t k_offset, v_offset; /* of this layer and head inside a block */
+    size_t k_offset, v_offset; /* of this layer and the first head inside a block */
     int dtype;
+    int heads, stride;       /* KV heads that are read together, and the vectors from one's to the next one's */
     const char *next;        /* K rows that this thread reads after this segment, fetched during its last V rows */
     int next_rows;
 } ISA(view);
@@ -28,12 +29,6 @@ typedef struct {
     float slope;
 } ISA(span);
 
-/* Start of a token's row, to which the offset of a layer, side and head is to be added. */
-FD_INLINE const char *ISA(row)(const ISA(view) *view, int token) {
-    return fd_block_at(view->group, view->list, view->base + token)->data +
-           (size_t)(token % FD_BLOCK) * view->group->row_bytes;
-}
-
 FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; } /* 5 = 3 + 2, never 4 + 1 */
 
 /* Rows that a pass handles at a time: they and the rows fetched meanwhile stay in L1. Divides FD_BLOCK. */
@@ -44,20 +39,55 @@ FD_INLINE int ISA(step_rows)(size_t row) {
     return rows;
 }
 
+/* The order in which both passes read: a step of rows after the other, those of a block's first head, of its next, then
+ * of the next block. That is how they lie in memory, and long runs of it are what memory gives fastest. */
+typedef struct {
+    const ISA(view) *view;
+    int first, stop, end;  /* of the block's tokens [first, stop) are read; the span's end */
+    int step, head, at;    /* rows [at, at + step) of this head */
+} ISA(walk);
+
+FD_INLINE ISA(walk) ISA(walk_over)(const ISA(view) *view, int lo, int end) {
+    const int step = ISA(step_rows)(view->group->row_bytes), first = lo / step * step;
+    return (ISA(walk)){view, first, (int)fd_min(end, (first / FD_BLOCK + 1) * FD_BLOCK), end, step, 0, first};
+}
+
+/* Goes on to the next step; 0 when there is none. */
+FD_INLINE int ISA(next)(ISA(walk) *w) {
+    w->at += w->step;
+    if (w->at < w->stop) return 1;
+    if (++w->head < w->view->heads) {
+        w->at = w->first;
+        return 1;
+    }
+    w->head = 0;
+    w->first = w->at = w->stop;
+    w->stop = (int)fd_min(w->end, w->first + FD_BLOCK);
+    return w->at < w->end;
+}
+
+FD_INLINE const char *ISA(rows_at)(const ISA(walk) *w, size_t offset) {
+    const ISA(view) *view = w->view;
+    return fd_block_at(view->group, view->list, view->base + w->at)->data +
+           (size_t)(w->at % FD_BLOCK) * view->group->row_bytes + offset + w->head * view->group->head_bytes;
+}
+
+FD_INLINE int ISA(rows_of)(const ISA(walk) *w) { return (int)fd_min(w->step, w->end - w->at); }
+
 #if FD_INTEGERS
 
-/* Scores of a step's tokens of what the integers' sums are. */
-static void ISA(scale_step)(const ISA(view) *view, int n, const ISA(span) *spans, const ISA(queries) *q, const char *k,
-                            int b, int step, float *scores) {
+/* Scores of a step's tokens of what the integers' sums are, of the vectors from `head` on. */
+static void ISA(scale_step)(const ISA(view) *view, int n, const ISA(span) *spans, const ISA(queries) *q, int head,
+                            const char *k, int b, int step, float *scores) {
     vi headers[FD_MAX_DIM / 32 * FD_BLOCK / VL];
     const int dtype = view->dtype;
     if (dtype == FD_INT8) ISA(gather_headers)(FD_INT8, k, view->group->row_bytes, step, 1, headers);
     else ISA(gather_headers)(FD_INT4, k, view->group->row_bytes, step, q->groups, headers);
     for (int v = 0; v < n; v++) {
         const int from = (int)fd_max(0, spans[v].lo - b), to = (int)fd_min(step, spans[v].hi - b);
-        float *of_step = scores + v * FD_SCORES + b;
-        if (dtype == FD_INT8) ISA(scale_scores)(FD_INT8, q, v, headers, from, to, of_step);
-        else ISA(scale_scores)(FD_INT4, q, v, headers, from, to, of_step);
+        float *of_step = scores + (head + v) * FD_SCORES + b;
+        if (dtype == FD_INT8) ISA(scale_scores)(FD_INT8, q, head + v, headers, from, to, of_step);
+        else ISA(scale_scores)(FD_INT4, q, head + v, headers, from, to, of_step);
     }
 }
 
@@ -107,31 +137,33 @@ static void ISA(value_step)(const ISA(view) *view, int n, const ISA(span) *spans
 /* K pass: scores of all vectors over the union of their spans, step by step. */
 static void ISA(score_pass)(const ISA(view) *view, int n, const ISA(span) *spans, const ISA(queries) *q,
                             float *scores) {
-    const int dim = view->group->head_dim, end = spans[n - 1].hi;
+    const int dim = view->group->head_dim, whole = ISA(in_integers)(view->dtype);
     const ISA(dot_fn) *dots = ISA(dots)[view->dtype];
     const size_t row = view->group->row_bytes;
-    const int step = ISA(step_rows)(row), whole = ISA(in_integers)(view->dtype);
-    for (int b = spans[0].lo / step * step; b < end; b += step) {
-        const char *k = ISA(row)(view, b) + view->k_offset;
-        int more = b + step < end; /* then fetch the next K rows, else the first V rows */
-        const char *ahead = more ? ISA(row)(view, b + step) + view->k_offset
-                                 : ISA(row)(view, spans[0].lo / step * step) + view->v_offset;
-        const int ahead_rows = (int)fd_min(step, more ? end - b - step : end);
+    const ISA(walk) start = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi);
+    ISA(walk) w = start, ahead = start;
+    const char *k = ISA(rows_at)(&w, view->k_offset);
+    for (int more = 1; more; w = ahead) {
+        const int b = w.at, step = w.step, head = w.head * view->stride;
+        more = ISA(next)(&ahead);
+        if (!more) ahead = start; /* then fetch the first V rows, else the next K rows */
+        const char *then = ISA(rows_at)(&ahead, more ? view->k_offset : view->v_offset);
         int64_t tiles = 0;
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
             const int tokens = whole ? ISA(integer_tokens)(h) : ISA(tile_tokens)(h, view->dtype);
             tiles += (fd_min(step, spans[v + h - 1].hi - b) + tokens - 1) / tokens;
         }
-        ISA(stream) stream = ISA(stream_of)(ahead, ahead_rows * row, tiles * fd_max(1, dim / FD_CHUNK));
+        ISA(stream) stream = ISA(stream_of)(then, ISA(rows_of)(&ahead) * row, tiles * fd_max(1, dim / FD_CHUNK));
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
             const int from = (int)fd_max(0, spans[v].lo - b), to = (int)fd_min(step, spans[v + h - 1].hi - b);
-            dots[h - 1](q, v, k, row, from, to, step, &stream, scores + v * FD_SCORES + b);
+            dots[h - 1](q, head + v, k, row, from, to, step, &stream, scores + (head + v) * FD_SCORES + b);
         }
 #if FD_INTEGERS
-        if (whole) ISA(scale_step)(view, n, spans, q, k, b, step, scores);
+        if (whole) ISA(scale_step)(view, n, spans, q, head, k, b, step, scores);
 #endif
+        k = then;
     }
 }
 
@@ -148,54 +180,61 @@ FD_INLINE void ISA(scale_weights)(const char *v, size_t row, int b, int step, in
     }
 }
 
-/* V pass. Vectors of a tile share the tokens that all of them see; the ragged ends go one by one, in order. */
-static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans, float *weights, float *acc) {
-    const int dim = view->group->head_dim, end = spans[n - 1].hi;
-    const int whole = ISA(in_integers)(view->dtype);
-    const ISA(add_fn) *adds = ISA(adds)[whole ? 0 : view->dtype];
+/* V pass over one step of one head. Vectors of a tile share the tokens that all of them see; the ragged ends go one by
+ * one, in order. */
+static void ISA(add_step)(const ISA(view) *view, int n, const ISA(span) *spans, const char *v, int b, int step,
+                          float *weights, ISA(stream) *stream, float *acc) {
+    const int dim = view->group->head_dim;
+    const ISA(add_fn) *adds = ISA(adds)[view->dtype];
     const size_t row = view->group->row_bytes;
-    const int step = ISA(step_rows)(row);
     ISA(stream) none = {0};
+    if (view->dtype == FD_INT8) ISA(scale_weights)(v, row, b, step, n, spans, weights);
+    for (int i = 0, h; i < n; i += h) {
+        h = ISA(tile)(n - i);
+        const ISA(span) *s = spans + i;
+        const float *w = weights + i * FD_SCORES + b;
+        int first = (int)fd_max(0, s[h - 1].lo - b), last = (int)fd_min(step, s[0].hi - b);
+        if (last < first) last = first;
+        for (int j = 0; j < h && s[j].lo < s[h - 1].lo; j++) {
+            int from = (int)fd_max(0, s[j].lo - b), to = (int)fd_min(fd_min(first, step), s[j].hi - b);
+            if (from < to) adds[0](w + j * FD_SCORES, v, row, from, to, &none, acc + (i + j) * dim, dim);
+        }
+        if (first < last) adds[h - 1](w, v, row, first, last, stream, acc + i * dim, dim);
+        for (int j = 0; j < h; j++) {
+            int from = (int)fd_max(last, s[j].lo - b), to = (int)fd_min(step, s[j].hi - b);
+            if (from < to) adds[0](w + j * FD_SCORES, v, row, from, to, &none, acc + (i + j) * dim, dim);
+        }
+    }
+}
+
+/* V pass: unnormalised outputs of all vectors. */
+static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans, float *weights, float *acc) {
+    const int dim = view->group->head_dim, whole = ISA(in_integers)(view->dtype);
+    const size_t row = view->group->row_bytes;
     int slices = 0; /* passes over the tokens of a step, twice: integers go in pairs of tokens */
     for (int i = 0, h; i < n; i += h) {
         h = ISA(tile)(n - i);
         slices += whole ? ISA(integer_slices)(h, dim, view->dtype) : 2 * ISA(slices)(h, dim);
     }
-    memset(acc, 0, (size_t)n * dim * sizeof *acc);
-    for (int b = spans[0].lo / step * step; b < end; b += step) {
-        const char *v = ISA(row)(view, b) + view->v_offset, *ahead = v;
-        int ahead_rows = (int)fd_max(0, fd_min(step, end - b - step));
-        if (ahead_rows) {
-            ahead = ISA(row)(view, b + step) + view->v_offset;
-        } else if (view->next_rows) {
-            ahead = view->next;
-            ahead_rows = (int)fd_min(step, view->next_rows);
-        }
-        const int tokens = (int)(fd_min(step, end - b) - fd_max(0, spans[0].lo - b));
-        ISA(stream) stream = ISA(stream_of)(ahead, ahead_rows * row, (int64_t)slices * tokens / 2);
+    for (int i = 0; i < view->heads; i++) memset(acc + i * view->stride * dim, 0, (size_t)n * dim * sizeof *acc);
+    ISA(walk) w = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi), ahead = w;
+    const char *v = ISA(rows_at)(&w, view->v_offset);
+    for (int more = 1; more; w = ahead) {
+        const int b = w.at, step = w.step, head = w.head * view->stride;
+        more = ISA(next)(&ahead);
+        const char *then = more ? ISA(rows_at)(&ahead, view->v_offset) : view->next;
+        const int ahead_rows = more ? ISA(rows_of)(&ahead) : (int)fd_min(step, view->next_rows);
+        const int tokens = (int)(fd_min(step, w.end - b) - fd_max(0, spans[0].lo - b));
+        ISA(stream) stream = ISA(stream_of)(then, ahead_rows * row, (int64_t)slices * tokens / 2);
 #if FD_INTEGERS
         if (whole) {
-            ISA(value_step)(view, n, spans, v, b, step, weights, &stream, acc);
+            ISA(value_step)(view, n, spans, v, b, step, weights + head * FD_SCORES, &stream, acc + head * dim);
+            v = then;
             continue;
         }
 #endif
-        if (view->dtype == FD_INT8) ISA(scale_weights)(v, row, b, step, n, spans, weights);
-        for (int i = 0, h; i < n; i += h) {
-            h = ISA(tile)(n - i);
-            const ISA(span) *s = spans + i;
-            const float *w = weights + i * FD_SCORES + b;
-            int first = (int)fd_max(0, s[h - 1].lo - b), last = (int)fd_min(step, s[0].hi - b);
-            if (last < first) last = first;
-            for (int j = 0; j < h && s[j].lo < s[h - 1].lo; j++) {
-                int from = (int)fd_max(0, s[j].lo - b), to = (int)fd_min(fd_min(first, step), s[j].hi - b);
-                if (from < to) adds[0](w + j * FD_SCORES, v, row, from, to, &none, acc + (i + j) * dim, dim);
-            }
-            if (first < last) adds[h - 1](w, v, row, first, last, &stream, acc + i * dim, dim);
-            for (int j = 0; j < h; j++) {
-                int from = (int)fd_max(last, s[j].lo - b), to = (int)fd_min(step, s[j].hi - b);
-                if (from < to) adds[0](w + j * FD_SCORES, v, row, from, to, &none, acc + (i + j) * dim, dim);
-            }
-        }
+        ISA(add_step)(view, n, spans, v, b, step, weights + head * FD_SCORES, &stream, acc + head * dim);
+        v = then;
     }
 }
 
@@ -239,19 +278,24 @@ static __attribute__((noinline)) float ISA(softmax)(float *scores, ISA(span) spa
  * arrives in the time, to wait in L2. The score pass has fetched the first step. */
 static void ISA(softmax_pass)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap, float *scores,
                               float *maxima, float *sums) {
-    const int end = spans[n - 1].hi, step = ISA(step_rows)(view->group->row_bytes), half = step / 2;
-    int next = spans[0].lo / step * step + step;
-    for (int v = 0; v < n; v++, next += half) {
-        ISA(stream) stream = {0};
-        if (next < end)
-            stream = ISA(stream_of)(ISA(row)(view, next) + view->v_offset,
-                                    (size_t)fd_min(half, end - next) * view->group->row_bytes,
-                                    (spans[v].hi - spans[v].lo) / VL);
-        sums[v] = ISA(softmax)(scores + v * FD_SCORES, spans[v], softcap, stream, &maxima[v]);
-    }
+    const size_t row = view->group->row_bytes;
+    ISA(walk) w = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi);
+    int more = 1, second = 1; /* half of the step at w */
+    for (int head = 0; head < view->heads; head++)
+        for (int i = 0, v = head * view->stride; i < n; i++, v++) {
+            if (more && second) more = ISA(next)(&w);
+            second = !second;
+            const int half = w.step / 2, rows = more ? ISA(rows_of)(&w) - second * half : 0;
+            ISA(stream) stream = {0};
+            if (rows > 0)
+                stream = ISA(stream_of)(ISA(rows_at)(&w, view->v_offset) + second * half * row,
+                                        (size_t)fd_min(half, rows) * row, (spans[i].hi - spans[i].lo) / VL);
+            sums[v] = ISA(softmax)(scores + v * FD_SCORES, spans[v], softcap, stream, &maxima[v]);
+        }
 }
 
-/* One segment: maxima, sums and unnormalised outputs of n vectors, whose spans ascend and are not empty. */
+/* One segment: maxima, sums and unnormalised outputs of n vectors of each head, whose spans ascend and are not empty.
+ * All arrays are [heads][stride] of what a vector has. */
 static void ISA(segment)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap,
                          const ISA(queries) *q, float *scores, float *maxima, float *sums, float *acc) {
     ISA(score_pass)(view, n, spans, q, scores);

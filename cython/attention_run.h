@@ -27,6 +27,7 @@ typedef struct {
     const char *qkv;
     char *out;
     uint8_t *row_status;
+    int bundles, bundle_heads; /* a unit's KV heads are so many items, of so many heads */
     int64_t grain; /* items that a thread takes at once from one of ctx->ranges */
 } fd_job;
 
@@ -87,22 +88,31 @@ static uint64_t fd_probe_both(const fd_isa *isa, const void *buffer, int64_t num
     return fd_now_ns() - start;
 }
 
-static void fd_run_job(fd_job *job, int64_t num_items, int write_only) {
+/* Runs all units, or writes the rows of all entries. */
+static void fd_run_job(fd_job *job, int write_only) {
     fd_ctx *ctx = job->ctx;
     const fd_group *group = job->group;
+    const int64_t heads = group->num_kv_heads, num_units = job->plan->num_units;
     /* a thread is worth waking for about 64 KiB of KV; few items per grab, but not one atomic per tiny item */
-    int64_t nbytes = job->plan->num_tokens / group->heads_per_kv * group->num_kv_heads * (int64_t)group->row_bytes * 2;
-    int threads = (int)fd_min(fd_min(ctx->num_threads, num_items), 1 + (nbytes >> 16));
+    int64_t nbytes = job->plan->num_tokens / group->heads_per_kv * heads * (int64_t)group->row_bytes * 2;
+    int64_t threads = fd_min(ctx->num_threads, 1 + (nbytes >> 16));
+    /* heads side by side make long reads, as long as all threads find enough to do */
+    int64_t bundle = write_only ? 1 : fd_min(heads, fd_max(1, FD_RUN_BYTES / (int64_t)group->head_bytes));
+    while (bundle > 1 && num_units * ((heads + bundle - 1) / bundle) < 8 * threads) bundle = (bundle + 1) / 2;
+    job->bundles = (int)((heads + bundle - 1) / bundle);
+    job->bundle_heads = (int)((heads + job->bundles - 1) / job->bundles);
+    const int64_t num_items = (write_only ? job->table->num_entries : num_units) * job->bundles;
+    threads = fd_min(threads, num_items);
     job->write_only = write_only;
     job->grain = fd_max(1, fd_min(16, num_items / (threads * 8)));
     for (int32_t n = 0; n < ctx->num_nodes; n++) {
         /* entries, unlike units, do not lie node by node: whoever is first writes them all */
-        int64_t first = write_only ? n ? num_items : 0 : job->plan->node_units[n] * group->num_kv_heads;
-        int64_t stop = write_only ? num_items : job->plan->node_units[n + 1] * group->num_kv_heads;
+        int64_t first = write_only ? n ? num_items : 0 : job->plan->node_units[n] * job->bundles;
+        int64_t stop = write_only ? num_items : job->plan->node_units[n + 1] * job->bundles;
         ctx->ranges[n].stop = stop;
         atomic_store_explicit(&ctx->ranges[n].next, first, memory_order_relaxed);
     }
-    team_run(threads, ctx->isa->body, job);
+    team_run((int)threads, ctx->isa->body, job);
 }
 
 /* fd_attend_fn: see entry.h. */
@@ -134,8 +144,8 @@ static int fd_attend(void *context, int32_t index, int32_t layer, int32_t num_ro
                   .out_bytes = group->num_q_heads * dim * wire_bytes,
                   .qkv = qkv, .out = out, .row_status = row_status};
     memset(row_status, 0, (size_t)num_rows);
-    if (job.plan->split_writes) fd_run_job(&job, (int64_t)table->num_entries * group->num_kv_heads, 1);
-    if (job.plan->num_units) fd_run_job(&job, job.plan->num_units * group->num_kv_heads, 0);
+    if (job.plan->split_writes) fd_run_job(&job, 1);
+    if (job.plan->num_units) fd_run_job(&job, 0);
     for (int64_t i = 0, row = 0; i < table->num_entries; i++) {
         const fd_entry *entry = &table->entries[i];
         if (entry->flags & FD_UPLOAD) continue;

@@ -49,11 +49,12 @@ static void ISA(load_queries)(const fd_job *job, const fd_unit *unit, const fd_e
     }
 }
 
-/* Segment of a unit; leaves results at [*begin, *end) of the unit's vectors: the others see none of it. */
-static void ISA(run_segment)(const fd_job *job, const fd_unit *unit, const fd_entry *entry, int kv_head, int segment,
-                             ISA(scratch) *s, int *begin, int *end) {
+/* Segment of a unit and some heads; leaves results at [*begin, *end) of each head's vectors: the others see none of it. */
+static void ISA(run_segment)(const fd_job *job, const fd_unit *unit, const fd_entry *entry, int kv_head, int heads,
+                             int segment, ISA(scratch) *s, int *begin, int *end) {
     const fd_group *group = job->group;
     const int64_t base = (int64_t)segment * FD_SEG;
+    const int n = unit->vec_end - unit->vec_begin;
     ISA(span) spans[FD_VECTORS];
     *begin = *end = 0;
     for (int v = unit->vec_begin; v < unit->vec_end; v++) {
@@ -63,14 +64,17 @@ static void ISA(run_segment)(const fd_job *job, const fd_unit *unit, const fd_en
         int i = v - unit->vec_begin;
         if (lo >= hi) continue; /* such rows come first (causal) or last (window) */
         if (*begin == *end) *begin = i;
-        float slope = group->slopes ? group->slopes[kv_head * group->heads_per_kv + v % group->heads_per_kv] : 0.0f;
-        spans[i] = (ISA(span)){(int32_t)(lo - base), (int32_t)(hi - base), (int32_t)(base - position), slope};
+        const ISA(span) span = {(int32_t)(lo - base), (int32_t)(hi - base), (int32_t)(base - position), 0.0f};
+        for (int h = 0; h < heads; h++) spans[h * n + i] = span;
         *end = i + 1;
+        if (!group->slopes) continue;
+        const float *slopes = group->slopes + kv_head * group->heads_per_kv + v % group->heads_per_kv;
+        for (int h = 0; h < heads; h++) spans[h * n + i].slope = slopes[h * group->heads_per_kv];
     }
     if (*begin == *end) return;
     size_t k_offset = job->layer_index * group->layer_bytes + kv_head * group->head_bytes;
     ISA(view) view = {group, &entry->seq->lists[job->group_index], base, k_offset, k_offset + group->side_bytes,
-                      job->ctx->kv_dtype, s->next, s->next_rows};
+                      job->ctx->kv_dtype, heads, n, s->next, s->next_rows};
     const int b = *begin, dim = group->head_dim, groups = (dim + 31) / 32;
     const ISA(queries) queries = {s->q + b * dim, s->whole_q + b * groups * 32, s->sums_q + b * groups,
                                   s->scales_q + b, dim, groups * 32, groups};
@@ -121,17 +125,18 @@ static void ISA(finish)(const fd_job *job, const fd_entry *entry, int kv_head, i
     ISA(flag)(job, index, ISA(round_row)(dst, row, dim, job->ctx->wire_dtype));
 }
 
-/* Stores the segment's partials; the last of the unit's segments merges all of them in order. */
+/* Stores the segment's partials of a head, which lie at vector `at` of the scratch; the last of the unit's segments
+ * merges all of them in order. */
 static void ISA(share)(const fd_job *job, const fd_unit *unit, const fd_entry *entry, int kv_head, ISA(scratch) *s,
-                       int begin, int end) {
+                       int at, int begin, int end) {
     const int dim = job->group->head_dim, n = unit->vec_end - unit->vec_begin;
     const int64_t stride = fd_partial_floats(job->group);
     float *partial = job->ctx->partials + (unit->partial + (int64_t)kv_head * n) * stride;
     for (int v = 0; v < n; v++, partial += stride) {
         int some = v >= begin && v < end;
-        partial[0] = some ? s->maxima[v] : 0.0f;
-        partial[1] = some ? s->sums[v] : 0.0f;
-        if (some) memcpy(partial + 8, s->acc + v * dim, (size_t)dim * sizeof *partial);
+        partial[0] = some ? s->maxima[at + v] : 0.0f;
+        partial[1] = some ? s->sums[at + v] : 0.0f;
+        if (some) memcpy(partial + 8, s->acc + (at + v) * dim, (size_t)dim * sizeof *partial);
     }
     _Atomic int32_t *pending = &job->plan->pending[(int64_t)unit->first * job->group->num_kv_heads + kv_head];
     if (atomic_fetch_sub_explicit(pending, 1, memory_order_acq_rel) != 1) return;
@@ -155,7 +160,7 @@ static void ISA(run_all)(const fd_job *job, const fd_unit *unit, const fd_entry 
     memset(s->merged_sum, 0, sizeof s->merged_sum);
     for (int segment = (int)(fd_max(0, oldest) / FD_SEG); segment <= newest / FD_SEG; segment++) {
         int begin, end;
-        ISA(run_segment)(job, unit, entry, kv_head, segment, s, &begin, &end);
+        ISA(run_segment)(job, unit, entry, kv_head, 1, segment, s, &begin, &end);
         for (int v = begin; v < end; v++)
             ISA(merge)(dim, &s->merged_max[v], &s->merged_sum[v], s->merged + v * dim, s->maxima[v], s->sums[v],
                        s->acc + v * dim);
@@ -165,48 +170,69 @@ static void ISA(run_all)(const fd_job *job, const fd_unit *unit, const fd_entry 
                     s->row);
 }
 
-static void ISA(run_unit)(const fd_job *job, const fd_unit *unit, int kv_head, ISA(scratch) *s) {
+/* A unit and KV heads [kv_head, kv_head + heads); a unit of all segments takes one at a time. */
+static void ISA(run_unit)(const fd_job *job, const fd_unit *unit, int kv_head, int heads, ISA(scratch) *s) {
     const fd_entry *entry = &job->table->entries[unit->entry];
-    const int dim = job->group->head_dim;
+    const int dim = job->group->head_dim, n = unit->vec_end - unit->vec_begin;
     int begin, end;
-    ISA(load_queries)(job, unit, entry, kv_head, s->q);
+    for (int h = 0; h < heads; h++) ISA(load_queries)(job, unit, entry, kv_head + h, s->q + h * n * dim);
 #if FD_INTEGERS
     if (job->ctx->kv_dtype >= FD_INT8)
-        ISA(quantise_queries)(s->q, unit->vec_end - unit->vec_begin, dim, job->ctx->kv_dtype, s->whole_q, s->sums_q,
-                              s->scales_q);
+        ISA(quantise_queries)(s->q, heads * n, dim, job->ctx->kv_dtype, s->whole_q, s->sums_q, s->scales_q);
 #endif
     if (unit->segment < 0) {
         ISA(run_all)(job, unit, entry, kv_head, s);
         return;
     }
     if (!job->plan->split_writes) /* no other unit reads these positions */
-        ISA(write_rows)(job, entry, kv_head, (int64_t)unit->segment * FD_SEG, (int64_t)(unit->segment + 1) * FD_SEG);
-    ISA(run_segment)(job, unit, entry, kv_head, unit->segment, s, &begin, &end);
-    if (unit->count > 1) {
-        ISA(share)(job, unit, entry, kv_head, s, begin, end);
-        return;
+        for (int h = 0; h < heads; h++)
+            ISA(write_rows)(job, entry, kv_head + h, (int64_t)unit->segment * FD_SEG,
+                            (int64_t)(unit->segment + 1) * FD_SEG);
+    ISA(run_segment)(job, unit, entry, kv_head, heads, unit->segment, s, &begin, &end);
+    for (int h = 0, at = 0; h < heads; h++, at += n) {
+        if (unit->count > 1) {
+            ISA(share)(job, unit, entry, kv_head + h, s, at, begin, end);
+            continue;
+        }
+        for (int v = begin; v < end; v++)
+            ISA(finish)(job, entry, kv_head + h, v, s->maxima[at + v], s->sums[at + v], s->acc + (at + v) * dim,
+                        s->row);
     }
-    for (int v = begin; v < end; v++)
-        ISA(finish)(job, entry, kv_head, v, s->maxima[v], s->sums[v], s->acc + v * dim, s->row);
 }
 
-/* First K rows of an item, for the prefetcher: short sequences are over before the hardware sees a stream. */
-static void ISA(look_ahead)(const fd_job *job, int64_t item, ISA(scratch) *s) {
+/* First K rows of a unit and head, for the prefetcher: short sequences are over before the hardware sees a stream. */
+static void ISA(look_ahead)(const fd_job *job, const fd_unit *unit, int kv_head, ISA(scratch) *s) {
     const fd_group *group = job->group;
-    const fd_unit *unit = &job->plan->units[item / group->num_kv_heads];
     const fd_entry *entry = &job->table->entries[unit->entry];
-    s->next_rows = 0;
     if (unit->segment < 0) return;
     const int64_t base = (int64_t)unit->segment * FD_SEG, first = entry->kv_len + unit->vec_begin / group->heads_per_kv;
     const int64_t lo = group->window ? fd_max(base, first - group->window + 1) : base, left = entry->kv_len - lo;
     if (left < 1) return;
     s->next = fd_block_at(group, &entry->seq->lists[job->group_index], lo)->data +
-              job->layer_index * group->layer_bytes + item % group->num_kv_heads * group->head_bytes +
+              job->layer_index * group->layer_bytes + kv_head * group->head_bytes +
               (size_t)(lo % FD_BLOCK) * group->row_bytes;
     s->next_rows = (int)fd_min(left, FD_BLOCK - lo % FD_BLOCK);
 }
 
-/* Body of a thread: takes items (unit, KV head), or (entry, KV head) while only writing, from the counter. */
+/* One item: a unit and a bundle of its heads, of which the unit's vectors leave room for so many at a time. */
+static void ISA(run_item)(const fd_job *job, int64_t item, int64_t stop, ISA(scratch) *s) {
+    const fd_unit *unit = &job->plan->units[item / job->bundles];
+    const int bundle = job->bundle_heads, heads = job->group->num_kv_heads;
+    const int most = unit->segment < 0 ? 1 : (int)fd_max(1, FD_BUNDLE_VECTORS / (unit->vec_end - unit->vec_begin));
+    int head = (int)(item % job->bundles) * bundle;
+    const int end = (int)fd_min(heads, head + bundle);
+    for (int some; head < end; head += some) {
+        some = (int)fd_min(most, end - head);
+        s->next_rows = 0;
+        if (head + some < end) ISA(look_ahead)(job, unit, head + some, s);
+        else if (item + 1 < stop)
+            ISA(look_ahead)(job, &job->plan->units[(item + 1) / job->bundles],
+                            (int)((item + 1) % job->bundles) * bundle, s);
+        ISA(run_unit)(job, unit, head, some, s);
+    }
+}
+
+/* Body of a thread: takes items, or (entry, KV head) while only writing, from the counter. */
 static void ISA(body)(void *arg, int tid) {
     fd_job *job = arg;
     const fd_ctx *ctx = job->ctx;
@@ -228,16 +254,12 @@ static void ISA(body)(void *arg, int tid) {
         int64_t stop = fd_min(item + job->grain, range->stop);
         n += item >= stop;
         for (; item < stop; item++) {
-            int kv_head = (int)(item % heads);
             if (!job->write_only) {
-                s.next_rows = 0;
-                if (item + 1 < stop) ISA(look_ahead)(job, item + 1, &s);
-                ISA(run_unit)(job, &job->plan->units[item / heads], kv_head, &s);
+                ISA(run_item)(job, item, stop, &s);
                 continue;
             }
             const fd_entry *entry = &job->table->entries[item / heads];
-            if (!(entry->flags & FD_UPLOAD)) ISA(write_rows)(job, entry, kv_head, 0, INT64_MAX);
+            if (!(entry->flags & FD_UPLOAD)) ISA(write_rows)(job, entry, (int)(item % heads), 0, INT64_MAX);
         }
     }
 }
-
