@@ -174,5 +174,7 @@ def test_a_wrong_line_says_what_is_wrong(line, words):
 def test_nothing_that_json_has_not_is_written():
     lines = ScoreLines(with_token_logprobs=True)
     record = lines.parse(RawLine(1, b'{"text": "x"}'))
+    long = json.loads(lines.result(record, Loglikelihood(-2e4, [-2.0] * 10_000, [1] * 10_000)))
+    assert long["logprob"] == -2e4  # the sum of a long text
     values = json.loads(lines.result(record, Loglikelihood(-math.inf, [-1.0, -math.inf], [1, 2])))
     assert values["logprob"] == -9999.0 and values["token_logprobs"] == [-1.0, -9999.0]

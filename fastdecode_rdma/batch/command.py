@@ -145,10 +145,7 @@ def run_file(args: argparse.Namespace, source: Source, work: Work) -> int:
             output = Output(begun.writer, ordered=args.ordered)
             run = work.make_run(LinePass(generator, source, intake, output, counts, progress))
         again = None if files.state is None else _resume_command(args)
-        code = _watch(run, begun.writer, again)
-        if code != EXIT_STOPPED:
-            _make_table(files)
-        return code
+        return _watch(run, files, begun.writer, again)
 
 
 def _make_table(files: _Files) -> None:
@@ -235,7 +232,7 @@ def _ray_run(args: argparse.Namespace, work: Work, files: _Files, begun: _Begun)
     )
 
 
-def _watch(run: Run, writer: LineWriter, again: str | None) -> int:
+def _watch(run: Run, files: _Files, writer: LineWriter, again: str | None) -> int:
     """Runs to the end, or says how far it came and how to go on."""
 
     def end(how: str) -> None:
@@ -245,6 +242,7 @@ def _watch(run: Run, writer: LineWriter, again: str | None) -> int:
 
     try:
         run.run()
+        _make_table(files)
     except BrokenPipeError:
         raise
     except (KeyboardInterrupt, SystemExit):  # the latter by a signal

@@ -93,5 +93,5 @@ def shown(value: Any) -> str:
 
 
 def finite_logprob(value: float) -> float:
-    """Returns a log-probability as JSON can hold it."""
-    return max(value, LOWEST_LOGPROB)
+    """Returns a log-probability, or a sum of them, as JSON can hold it."""
+    return value if math.isfinite(value) else LOWEST_LOGPROB

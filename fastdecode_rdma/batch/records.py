@@ -46,7 +46,7 @@ OUTPUT_KEYS = (
 )
 _PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 _SYNONYMS = {name: hint for name, hint in HINTS.items() if hint.startswith("use ")}
-_INDEX = re.compile(r"^(?:prompt|request) \d+[:,] ")
+_INDEX = re.compile(r"^(?:prompt|request|pair|text) \d+[:,] ")
 
 LineId = str | int
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fastdecode_rdma.scoring import Loglikelihood
 
 MAX_LINES = 512
-MAX_LENGTH = 1 << 20
-"""Characters or token ids of the lines that are scored together."""
+MAX_LENGTH = 1 << 17
+"""Characters or token ids of the lines that are scored together: several of the engine's jobs."""
 
 
 class ScoreRun:

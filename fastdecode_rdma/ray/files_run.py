@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import FileHandler
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,12 @@ from fastdecode_rdma.batch.progress import Counts, Progress, UnderWay
 from fastdecode_rdma.batch.runner import WAIT_S
 from fastdecode_rdma.errors import ConfigError, TransportError
 from fastdecode_rdma.ray.engines import LineEngine, ScoreEngine
-from fastdecode_rdma.ray.line_rows import LineDatasource, Receiver, prepare_checkpoint
+from fastdecode_rdma.ray.line_rows import (
+    LineDatasource,
+    Receiver,
+    confirm,
+    prepare_checkpoint,
+)
 from fastdecode_rdma.ray.processor import FastDecodeProcessorConfig
 from fastdecode_rdma.tokenizer import Tokenizer
 
@@ -49,6 +56,7 @@ def connected(address: str | None, num_actors: int) -> Iterator[None]:
         yield
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     if address is not None or os.environ.get("RAY_ADDRESS"):
         try:
             ray.init(address=address, **quiet)
@@ -61,6 +69,8 @@ def connected(address: str | None, num_actors: int) -> Iterator[None]:
             object_store_memory=LOCAL_STORE_BYTES,
             **quiet,
         )
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler ends with a status of its own
     try:
         yield
     finally:
@@ -145,8 +155,11 @@ class RayRun:
             TransportError: the cluster, or an engine on it, failed.
         """
         ranges = [] if self._work.first is None else self._ranges()
-        if not ranges:
-            return
+        if ranges:
+            with _ray_data_in_its_own_log():
+                self._run(ranges)
+
+    def _run(self, ranges: list[LineRange]) -> None:
         pool = self._config.start_workers()
         receiver = Receiver()
         job = _Job(
@@ -160,9 +173,11 @@ class RayRun:
                 is_over = not job.is_alive()
                 arrived = receiver.next(0.0 if is_over else WAIT_S)
                 if arrived is not None:
-                    for row in arrived[0]:
-                        self._take(row)
-                    receiver.confirm(arrived[1])
+                    rows, connection = arrived
+                    with connection:  # who waits for a confirmation hears if there is none
+                        for row in rows:
+                            self._take(row)
+                        confirm(connection)
                 elif is_over:
                     break
                 self._progress.show(UnderWay)
@@ -226,6 +241,25 @@ class RayRun:
         self.counts.requests += 1
         self.counts.failed += row["failed"]
         self.counts.tokens += row["tokens"]
+
+
+@contextmanager
+def _ray_data_in_its_own_log() -> Iterator[None]:
+    """Ray Data tells of plans and, at length, of errors that are reported here in a line: on the
+    terminal that would hide everything else. Its log file has it all."""
+    logger = logging.getLogger("ray.data")
+    shown = [
+        (handler, handler.level)
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, FileHandler)
+    ]
+    for handler, _ in shown:
+        handler.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for handler, level in shown:
+            handler.setLevel(level)
 
 
 class _Job:

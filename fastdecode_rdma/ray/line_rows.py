@@ -116,12 +116,6 @@ class Receiver:
             return None
         return table.to_pylist(), connection
 
-    @staticmethod
-    def confirm(connection: Connection) -> None:
-        """Says that the records are written."""
-        with connection, contextlib.suppress(OSError):  # who brought them may be gone
-            connection.send_bytes(_WRITTEN)
-
     def close(self) -> None:
         """Refuses what comes from now on: tasks that bring something fail. Idempotent."""
         self._is_closed = True
@@ -130,6 +124,12 @@ class Receiver:
             while True:
                 self._arrived.get_nowait()[1].close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def confirm(connection: Connection) -> None:
+    """Says that the records are written."""
+    with contextlib.suppress(OSError):  # who brought them may be gone
+        connection.send_bytes(_WRITTEN)
 
 
 class RecordSink(Datasink[int]):

@@ -169,6 +169,8 @@ def test_a_chat_is_all_that_the_library_knows_of_one():
         (SamplingError("request 7, output token 3: boom"), "output token 3: boom"),
         (CacheFullError("request 12: no worker had room"), "no worker had room"),
         (ConfigError("prompt 3: the prompt is empty"), "the prompt is empty"),
+        (ConfigError("pair 0: the continuation is empty"), "the continuation is empty"),
+        (ConfigError("text 5: no"), "no"),
         (ConfigError("the prompt 3: is"), "the prompt 3: is"),
     ],
 )

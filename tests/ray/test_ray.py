@@ -105,8 +105,8 @@ def test_a_dead_worker_costs_no_answer(cluster, model):
         assert (row["answer"], row["tokens"]) == (expected[number % 7].text, len(row["ids"]))
 
 
-def monkeypatch_filter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Hears how many lines Ray Data's checkpoint holds as it is handed to a dataset."""
+def hear_of_checkpoints(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Hears how many lines a checkpoint holds as Ray Data is given it."""
     heard: list[int] = []
 
     def prepare(folder: Path, done: Any) -> Any:
@@ -121,6 +121,8 @@ def monkeypatch_filter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_file_is_answered_as_without_ray_and_resumed(
     cluster, model, tmp_path, capfd, monkeypatch
 ):
+    """A full disk stops the job: lines that could not be written are not done, whatever tasks and
+    engines have seen of them."""
     lines: list[Any] = [{"id": f"i{n}", "prompt": f"p{n}", "label": n} for n in range(150)]
     lines[40], lines[90], lines[100] = "{", {"id": "i3", "prompt": "x"}, {"prompt": "no id"}
     source = tmp_path / "in"
@@ -131,17 +133,35 @@ def test_a_file_is_answered_as_without_ray_and_resumed(
     assert main([*options, "-o", str(tmp_path / "here")]) == 3
     out = tmp_path / "out"
     on_ray = [*options, "-o", str(out), "--ray", "--ray-workers", "2"]
-    kept = tmp_path / "out.checkpoint"
     on_ray += ["--ray-worker-memory", "64MiB"]
-    assert main([*on_ray, "--limit", "70"]) == 3
-    assert out.read_bytes().count(b"\n") == 70 and not kept.exists()
+    capfd.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(LineWriter, "write", full_after(70))
+        assert main(on_ray) == 1
+    said = capfd.readouterr().err
+    assert "No space left on device" in said and "Traceback" not in said
+    assert "stopped: 70 requests" in said and "continue with: fastdecode generate" in said
+    assert out.read_bytes().count(b"\n") == 70
     out.write_bytes(out.read_bytes()[:-3])
-    left_out = monkeypatch_filter(monkeypatch)
+    held_by_checkpoint = hear_of_checkpoints(monkeypatch)
     assert main([*on_ray, "--resume"]) == 3
-    assert left_out == [69] and not kept.exists()
+    assert held_by_checkpoint == [69] and not (tmp_path / "out.checkpoint").exists()
     assert out.read_bytes() == (tmp_path / "here").read_bytes()
     assert "81 requests (1 failed), " in capfd.readouterr().err.splitlines()[-1]
     assert main([*options, "-o", str(out), "--resume"]) == 3  # the same job, with Ray or without
+
+
+def full_after(count: int) -> Callable[[LineWriter, bytes], None]:
+    """LineWriter.write on a disk that has room for so many lines."""
+    written, write = [], LineWriter.write
+
+    def full(writer: LineWriter, line: bytes) -> None:
+        if len(written) == count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(writer, line)
+        written.append(line)
+
+    return full
 
 
 def test_a_file_is_scored_as_without_ray(cluster, model, tmp_path, capfd):
@@ -155,31 +175,6 @@ def test_a_file_is_scored_as_without_ray(cluster, model, tmp_path, capfd):
     assert (tmp_path / "out").read_bytes() == (tmp_path / "here").read_bytes()
     assert main([*options, "-o", "-", "--ray-engines", "2"]) == 2
     assert "are for --ray" in capfd.readouterr().err
-
-
-def test_an_output_that_cannot_be_written_stops_the_job_which_then_goes_on(
-    cluster, model, tmp_path, capfd, monkeypatch
-):
-    """Lines that the driver could not write are not done, whatever tasks and engines have seen."""
-    source, out = tmp_path / "in", tmp_path / "out"
-    source.write_text("".join(f'{{"id": {n}, "prompt": "p{n}"}}\n' for n in range(200)))
-    options = ["generate", "--model", str(model), "-i", str(source), "-o", str(out), "--ray"]
-    options += ["--max-tokens", "2", "--ray-worker-memory", "64MiB"]
-    written = LineWriter.write
-
-    def full(writer: LineWriter, line: bytes) -> None:
-        if os.fstat(writer._fd).st_size > 9000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written(writer, line)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LineWriter, "write", full)
-        assert main(options) == 1
-    said = capfd.readouterr().err
-    assert "No space left on device" in said and "continue with: fastdecode generate" in said
-    assert main([*options, "--resume"]) == 0
-    ids = sorted(json.loads(line)["id"] for line in out.read_bytes().splitlines())
-    assert ids == [*range(200)]
 
 
 @pytest.mark.parametrize(
