@@ -232,13 +232,13 @@ def main() -> int:
 
 
 def report(tokens: int, seconds: dict[str, list[float]]) -> None:
-    """Prints medians, and ours beside the others."""
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    """Prints medians of times, and of what ours is of the others in the same round."""
     print(f"{tokens} tokens")
     print(f"{'':16}{'median s':>10}{'tokens/s':>10}{'ours is':>9}")
-    for name, median in medians.items():
-        rate, ratio = tokens / median, median / medians["ours"]
-        print(f"{name:16}{median:10.2f}{rate:10.0f}{ratio:8.2f}x")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        ratio = statistics.median(a / b for a, b in zip(times, seconds["ours"], strict=True))
+        print(f"{name:16}{median:10.2f}{tokens / median:10.0f}{ratio:8.2f}x")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from lm_eval._cli.utils import key_val_to_dict
 from lm_eval.utils import simple_parse_args_string
 
-from fastdecode_rdma import ConfigError
+from fastdecode_rdma import ConfigError, Generator
 from fastdecode_rdma.eval import arguments
 from fastdecode_rdma.eval.arguments import (
     as_dict,
@@ -20,6 +20,7 @@ from fastdecode_rdma.eval.arguments import (
     usable_device,
     worker_addresses,
 )
+from fastdecode_rdma.eval.settings import open_generator
 
 TWO = ["tcp://host1:18815", "host2"]
 
@@ -87,6 +88,27 @@ def test_a_cuda_device_that_is_not_there_is_the_cpu_and_told_once(
     assert usable_device("mps") == "mps"  # the generator says what it thinks of it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert usable_device("cuda:0") == "cuda:0" and usable_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_the_device_is_the_generators(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def from_pretrained(path: str, **arguments: object) -> Generator:
+        asked.update(arguments)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(Generator, "from_pretrained", from_pretrained)
+    with pytest.raises(ConfigError, match="enough"):
+        open_generator(
+            "x", tokenizer=None, dtype="bfloat16", device="cuda:0", max_length=7, workers="a:1;b",
+            arguments={"kv_cache_dtype": "int8", "revision": "main"},
+        )  # fmt: skip
+    assert asked == {
+        "tokenizer": None, "dtype": "bfloat16", "device": "cuda:0" if has_cuda else "cpu",
+        "max_model_len": 7, "workers": ["a:1", "b"], "kv_cache_dtype": "int8",
+    }  # fmt: skip
 
 
 def test_batch_sizes_are_ignored_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:

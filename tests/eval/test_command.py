@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastdecode_rdma import cli
 from fastdecode_rdma.eval import arguments
@@ -48,6 +49,8 @@ def test_a_run_by_command_line(
     assert len(list((tmp_path / "out").rglob("samples_fd_*.jsonl"))) == 2
     told = [r.getMessage() for r in caplog.records if r.name == "fastdecode_rdma.eval.arguments"]
     assert sum("batch_size=1 is ignored" in text for text in told) == 1
+    if not torch.cuda.is_available():
+        assert sum("there is no CUDA device" in text for text in told) == 1
     assert sys.argv == before
 
 
