@@ -1,6 +1,14 @@
 /* The kernel once for each instruction set. A set has VL lanes, FD_REGISTERS vector registers, FD_INTEGERS if it
  * multiplies int8 and int4 rows as integers (attention_integer.h), and a file of primitives; everything else is written
- * once, over GCC's vector types. */
+ * once, over GCC's vector types.
+ *
+ * Each set takes the compiler seconds. With FD_APART it is left to a translation unit of its own, attention_<set>.c,
+ * which says FD_UNIT: it sees all sets, as one may use another's primitives, and keeps the functions of the one that it
+ * gives away. Without FD_APART (tests/kernels) all of them are here. */
+#if defined(FD_APART) && !defined(FD_UNIT)
+#define FD_TABLE(set) fd_##set##_unit
+#else
+#define FD_TABLE(set) fd_##set##_table
 
 #define ISA(name) fd_base_##name
 #define FD_ISA_NAME "baseline"
@@ -57,17 +65,26 @@
 #define vi v4i
 #include "attention_set.h"
 #endif
+#endif
+
+#ifdef FD_UNIT
+#define FD_GIVE(set) FD_GIVEN(set)
+#define FD_GIVEN(set) extern const fd_isa fd_##set##_unit __attribute__((alias("fd_" #set "_table"), visibility("hidden")))
+FD_GIVE(FD_UNIT);
+#elif defined(FD_APART)
+extern const fd_isa fd_base_unit, fd_avx2_unit, fd_avx512_unit, fd_neon_unit; /* those that are used have to exist */
+#endif
 
 /* The kernels of this build, best first. */
 static const fd_isa *const fd_isas[] = {
 #if defined(__x86_64__)
-    &fd_avx512_table,
-    &fd_avx2_table,
+    &FD_TABLE(avx512),
+    &FD_TABLE(avx2),
 #endif
 #if defined(__aarch64__)
-    &fd_neon_table,
+    &FD_TABLE(neon),
 #endif
-    &fd_base_table,
+    &FD_TABLE(base),
 };
 enum { FD_NUM_ISAS = sizeof fd_isas / sizeof *fd_isas };
 
