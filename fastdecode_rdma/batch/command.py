@@ -130,6 +130,8 @@ def run_file(args: argparse.Namespace, source: Source, work: Work) -> int:
         if begun.writer is None:
             begun.writer = LineWriter(files.output, overwrite=args.overwrite)
             stack.callback(begun.writer.close)
+            if files.table is not None:  # the one before is none of this job's lines
+                Path(files.table).unlink(missing_ok=True)
             begun.job.save()
         if is_ray:
             run = _ray_run(args, work, files, begun)
@@ -168,6 +170,11 @@ def _check_files(args: argparse.Namespace, source: Source) -> _Files:
         check_tables()
         check_output(output, file_source, overwrite=args.overwrite, resume=args.resume)
         table, output = output, output + TABLE_LINES
+        if args.resume and _holds_something(table) and not _holds_something(output):
+            raise ConfigError(
+                f"cannot resume {table}: {output}, the lines that it was made of, is not there; "
+                "--overwrite starts anew"
+            )
     check_output(output, file_source, overwrite=args.overwrite, resume=args.resume)
     state = state_path(output) if _is_resumable(file_source, output) else None
     if args.resume and state is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from fastdecode_rdma.batch import command
 from fastdecode_rdma.batch.table_output import write_table
 from fastdecode_rdma.batch.tables import TableSource
 from fastdecode_rdma.cli import main
@@ -109,7 +111,7 @@ def test_what_is_no_table_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.csv", "out.TSV"])
-def test_a_table_is_made_at_the_end_and_goes_on(model, tmp_path, capfd, name):
+def test_a_table_is_made_at_the_end_and_goes_on(model, tmp_path, capfd, monkeypatch, name):
     """Typed columns, an error's row among the others; what a longer limit adds is in the next."""
     lines: list[Any] = [{"id": i, "prompt": f"p{i}", "tag": [i]} for i in range(6)]
     lines[2] = "{"
@@ -134,6 +136,16 @@ def test_a_table_is_made_at_the_end_and_goes_on(model, tmp_path, capfd, name):
             assert value == expected, key
     assert rows[2]["error"] and rows[1]["error"] is None and rows[1]["tag"] in ([1], "[1]")
     assert not list(tmp_path.glob(".out*"))
+    Path(f"{out}.jsonl").unlink()
+    assert main([*options, "--resume"]) == 2 and "is not there" in capfd.readouterr().err
+    monkeypatch.setattr(command, "write_table", refuse)
+    assert main([*options, "--overwrite"]) == 1
+    said = capfd.readouterr().err
+    assert "error: No space left on device" in said and "--resume" in said and not out.exists()
+
+
+def refuse(lines: str, path: str) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
