@@ -3,7 +3,8 @@
  * Python decides (handles, budget, errors), this side owns the memory and runs the steps without the GIL.
  * Every public function takes the context's lock, so that close() waits for a running attend().
  *
- * A block holds FD_BLOCK tokens of all layers of one KV group: [layer][K|V][kv head][token][head_dim].
+ * A block holds FD_BLOCK tokens of all layers of one KV group: [layer][K|V][kv head][token][head_dim], but K of each
+ * eight tokens lies interleaved: attention_layout.h.
  * A sequence has one block list per group; the list of a window group is a ring: block b lies at b % ring.
  */
 #ifndef FASTDECODE_ATTENTION_H
@@ -45,8 +46,9 @@ enum {
     FD_UPLOAD = 1,    /* entry flag: the rows come by store() */
 };
 enum { FD_FP32 = 0, FD_FP16 = 1, FD_BF16 = 2, FD_INT8 = 3, FD_INT4 = 4 }; /* the last two hold K/V only */
-enum { FD_STEP_BYTES = 9 << 10, FD_STEP_ROWS = 16 }; /* of K or V handled at a time, and the least rows; see step_rows */
-enum { FD_CHUNK = 32 }; /* head dimensions between two looks at what is being prefetched */
+enum { FD_STEP_BYTES = 9 << 10, FD_STEP_ROWS = 16 }; /* of V handled at a time, and the least rows; see step_rows */
+enum { FD_KEY_STEP_ROWS = 32 }; /* the least of K: what most query vectors take at once */
+enum { FD_CHUNK = 8 }; /* dimensions of K between two looks at what is being prefetched; divides all of them */
 enum { FD_INT8_SCALE_BYTES = 4, FD_INT4_GROUP_BYTES = 20 }; /* see attention_quant.h */
 /* Largest integers of quantised queries, of up to FD_NARROW_DIM dimensions and of more, and of weights: see
  * attention_integer.h. */
@@ -239,6 +241,7 @@ static inline fd_block *fd_block_at(const fd_group *group, const fd_list *list, 
     return list->blocks[group->ring ? index % group->ring : index];
 }
 
+#include "attention_layout.h"
 #include "attention_kv.h"
 #include "attention_step.h"
 #include "attention_run.h"

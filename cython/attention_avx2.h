@@ -35,9 +35,8 @@ FD_INLINE void ISA(nibbles)(const char *p, vf *x) {
 /* Sums of each two neighbouring products of 16-bit integers. */
 FD_INLINE vi ISA(madd)(vi a, vi b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 
-/* 8 or 16 bytes as 16-bit integers. */
-FD_INLINE vi ISA(words)(const char *p, int count) {
-    if (count < 16) return (vi)_mm256_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p));
+/* 16 bytes as 16-bit integers. */
+FD_INLINE vi ISA(words)(const char *p) {
     return (vi)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
 }
 
@@ -63,10 +62,9 @@ FD_INLINE vi ISA(gather)(const char *p, size_t row) {
     return (vi){x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]};
 }
 
-/* 32 nibbles of 8 or 16 bytes as 16-bit integers: the low ones, then the high ones. */
-FD_INLINE void ISA(nibble_words)(const char *p, int nbytes, vi *x) {
-    const __m128i bytes = nbytes < 16 ? _mm_loadl_epi64((const __m128i *)p) : _mm_loadu_si128((const __m128i *)p);
-    const __m256i wide = _mm256_cvtepu8_epi16(bytes);
+/* The nibbles of 16 bytes as 16-bit integers: the low ones, then the high ones. */
+FD_INLINE void ISA(nibble_words)(const char *p, vi *x) {
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
     x[0] = (vi)_mm256_and_si256(wide, _mm256_set1_epi16(15));
     x[1] = (vi)_mm256_srli_epi16(wide, 4);
 }
@@ -106,15 +104,6 @@ FD_INLINE void ISA(store_words)(int16_t *p, vi x) {
 }
 
 /* The four sums over the lanes of a, b, c, d. */
-FD_INLINE v4i ISA(sums_whole)(vi a, vi b, vi c, vi d) {
-    const __m256i p = (__m256i)a, q = (__m256i)b, r = (__m256i)c, s = (__m256i)d;
-    const __m256i pq = _mm256_add_epi32(_mm256_unpacklo_epi32(p, q), _mm256_unpackhi_epi32(p, q));
-    const __m256i rs = _mm256_add_epi32(_mm256_unpacklo_epi32(r, s), _mm256_unpackhi_epi32(r, s));
-    const __m256i all = _mm256_add_epi32(_mm256_unpacklo_epi64(pq, rs), _mm256_unpackhi_epi64(pq, rs));
-    return (v4i)_mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-}
-
-/* The same of numbers. */
 FD_INLINE v4f ISA(sums)(vf a, vf b, vf c, vf d) {
     const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
     const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));

@@ -43,18 +43,13 @@ FD_INLINE vi ISA(madd)(vi a, vi b) {
     return ISA(join_whole)(fd_avx2_madd((v8i)ISA(low)((vf)a), (v8i)ISA(low)((vf)b)),
                            fd_avx2_madd((v8i)ISA(high)((vf)a), (v8i)ISA(high)((vf)b)));
 }
-FD_INLINE vi ISA(words)(const char *p, int count) {
-    return ISA(join_whole)(fd_avx2_words(p, count < 16 ? 8 : 16),
-                           count > 16 ? fd_avx2_words(p + 16, count - 16) : (v8i){0});
+/* The eight elements from `i` on at a, then those at b. */
+FD_INLINE vf ISA(load_two)(const char *a, const char *b, int64_t i, int dtype) {
+    return ISA(join)(fd_avx2_load_as(a, i, dtype), fd_avx2_load_as(b, i, dtype));
 }
 FD_INLINE void ISA(byte_pairs)(const char *a, const char *b, vi *x) {
     v8i both[2];
     fd_avx2_byte_pairs(a, b, both);
-    *x = ISA(join_whole)(both[0], both[1]);
-}
-FD_INLINE void ISA(nibble_words)(const char *p, int nbytes, vi *x) {
-    v8i both[2];
-    fd_avx2_nibble_words(p, nbytes, both);
     *x = ISA(join_whole)(both[0], both[1]);
 }
 FD_INLINE void ISA(nibble_pairs)(const char *a, const char *b, vi *x) {
@@ -102,11 +97,16 @@ FD_INLINE vi ISA(join_whole)(v8i low, v8i high) {
 }
 /* Sums of each two neighbouring products of 16-bit integers. */
 FD_INLINE vi ISA(madd)(vi a, vi b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
-/* 8, 16, 24 or 32 bytes as 16-bit integers. */
-FD_INLINE vi ISA(words)(const char *p, int count) {
-    const __m256i bytes = count < 32 ? _mm256_maskz_loadu_epi8((1u << count) - 1, p)
-                                     : _mm256_loadu_si256((const __m256i *)p);
-    return (vi)_mm512_cvtepi8_epi16(bytes);
+/* The eight elements from `i` on at a, then those at b. */
+FD_INLINE vf ISA(load_two)(const char *a, const char *b, int64_t i, int dtype) {
+    if (dtype == FD_FP32) {
+        const __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps((const float *)a + i));
+        return (vf)_mm512_insertf32x8(low, _mm256_loadu_ps((const float *)b + i), 1);
+    }
+    const __m128i low = _mm_loadu_si128((const __m128i *)((const uint16_t *)a + i));
+    const __m256i both = _mm256_set_m128i(_mm_loadu_si128((const __m128i *)((const uint16_t *)b + i)), low);
+    if (dtype == FD_FP16) return (vf)_mm512_cvtph_ps(both);
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(both), 16);
 }
 /* 16 bytes of two rows each as pairs of 16-bit integers. */
 FD_INLINE void ISA(byte_pairs)(const char *a, const char *b, vi *x) {
@@ -116,10 +116,6 @@ FD_INLINE void ISA(byte_pairs)(const char *a, const char *b, vi *x) {
 FD_INLINE vi ISA(split_nibbles)(__m128i bytes) { /* the mask drops a neighbour's bits */
     const __m256i both = _mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes);
     return (vi)_mm512_cvtepu8_epi16(_mm256_and_si256(both, _mm256_set1_epi8(15)));
-}
-/* 32 nibbles of 8 or 16 bytes as 16-bit integers: the low ones, then the high ones. */
-FD_INLINE void ISA(nibble_words)(const char *p, int nbytes, vi *x) {
-    *x = ISA(split_nibbles)(nbytes < 16 ? _mm_loadl_epi64((const __m128i *)p) : _mm_loadu_si128((const __m128i *)p));
 }
 /* 16 nibbles of two rows each, of 8 bytes, as pairs of 16-bit integers. */
 FD_INLINE void ISA(nibble_pairs)(const char *a, const char *b, vi *x) {
@@ -136,10 +132,6 @@ FD_INLINE void ISA(store_words)(int16_t *p, vi x) {
 FD_INLINE v4f ISA(fold)(vf v) { return fd_avx2_fold(ISA(low)(v) + ISA(high)(v)); }
 
 /* The four sums over the lanes of a, b, c, d. */
-FD_INLINE v8i ISA(halved)(vi v) { return (v8i)ISA(low)((vf)v) + (v8i)ISA(high)((vf)v); }
-FD_INLINE v4i ISA(sums_whole)(vi a, vi b, vi c, vi d) {
-    return fd_avx2_sums_whole(ISA(halved)(a), ISA(halved)(b), ISA(halved)(c), ISA(halved)(d));
-}
 FD_INLINE v4f ISA(sums)(vf a, vf b, vf c, vf d) {
     return fd_avx2_sums(ISA(low)(a) + ISA(high)(a), ISA(low)(b) + ISA(high)(b), ISA(low)(c) + ISA(high)(c),
                              ISA(low)(d) + ISA(high)(d));

@@ -67,16 +67,15 @@ FD_INLINE vi ISA(madd)(vi a, vi b) {
 }
 
 /* 8 bytes as 16-bit integers. */
-FD_INLINE vi ISA(words)(const char *p, int count) {
+FD_INLINE vi ISA(words)(const char *p) {
     ISA(eight) bytes;
-    (void)count;
     memcpy(&bytes, p, sizeof bytes);
     return (vi)__builtin_convertvector(bytes, ISA(short));
 }
 
 /* 8 or 16 bytes of two rows each as pairs of 16-bit integers. */
 FD_INLINE void ISA(eight_pairs)(const char *a, const char *b, vi *x) {
-    const vi p = ISA(words)(a, 8), q = ISA(words)(b, 8);
+    const vi p = ISA(words)(a), q = ISA(words)(b);
     x[0] = (vi)__builtin_shuffle((ISA(short))p, (ISA(short))q, (ISA(short)){0, 8, 1, 9, 2, 10, 3, 11});
     x[1] = (vi)__builtin_shuffle((ISA(short))p, (ISA(short))q, (ISA(short)){4, 12, 5, 13, 6, 14, 7, 15});
 }
@@ -91,15 +90,12 @@ FD_INLINE ISA(bytes) ISA(load_eight)(const char *p) {
     return (ISA(bytes))(ISA(longs)){low, 0};
 }
 
-/* 32 nibbles of 8 or 16 bytes in order, as 16-bit integers. */
-FD_INLINE void ISA(nibble_words)(const char *p, int nbytes, vi *x) {
-    FD_UNROLL
-    for (int j = 0; j < 2; j++) {
-        const ISA(bytes) none = {0}, b = j && nbytes < 16 ? none : ISA(load_eight)(p + 8 * j);
-        const ISA(short) wide = (ISA(short))__builtin_shuffle(b, none, ISA(low_bytes));
-        x[2 * j] = (vi)(wide & 15);
-        x[2 * j + 1] = (vi)(wide >> 4);
-    }
+/* The nibbles of 8 bytes as 16-bit integers: the low ones, then the high ones. */
+FD_INLINE void ISA(nibble_words)(const char *p, vi *x) {
+    const ISA(bytes) none = {0};
+    const ISA(short) wide = (ISA(short))__builtin_shuffle(ISA(load_eight)(p), none, ISA(low_bytes));
+    x[0] = (vi)(wide & 15);
+    x[1] = (vi)(wide >> 4);
 }
 
 /* 16 nibbles of two rows each, of 8 bytes, as pairs of 16-bit integers. */
@@ -149,13 +145,6 @@ FD_INLINE void ISA(store_words)(int16_t *p, vi x) {
 #else
     for (int i = 0; i < VL; i++) p[i] = (int16_t)x[i];
 #endif
-}
-
-/* The four sums over the lanes of a, b, c, d. */
-FD_INLINE v4i ISA(sums_whole)(vi a, vi b, vi c, vi d) {
-    const v4i ab = __builtin_shuffle(a, b, (v4i){0, 4, 1, 5}) + __builtin_shuffle(a, b, (v4i){2, 6, 3, 7});
-    const v4i cd = __builtin_shuffle(c, d, (v4i){0, 4, 1, 5}) + __builtin_shuffle(c, d, (v4i){2, 6, 3, 7});
-    return __builtin_shuffle(ab, cd, (v4i){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (v4i){2, 3, 6, 7});
 }
 
 #endif

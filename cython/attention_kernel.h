@@ -1,8 +1,8 @@
 /* Attention of a few query vectors over one segment of one KV head; see attention_simd.h for ISA().
  *
  * What makes the bits of an output depend on (q, KV, SEG, ISA) alone:
- *  - a score is one chain of fused products over the head dimension and one fixed tree over the lanes (int8: a sum of
- *    integers, which is exact; int4: such sums of its groups, in a chain);
+ *  - a score is one chain of fused products over the head dimension (int8: a sum of integers, which is exact; int4: such
+ *    sums of its groups, in a chain);
  *  - the softmax of a segment sums its weights by lanes of absolute position;
  *  - the weighted sum of V adds tokens in order, one chain per output element (int8 and int4: exact sums of steps,
  *    which begin at multiples of step_rows, in a chain);
@@ -31,7 +31,7 @@ typedef struct {
 
 FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; } /* 5 = 3 + 2, never 4 + 1 */
 
-/* Rows that a pass handles at a time: they and the rows fetched meanwhile stay in L1. Divides FD_BLOCK. */
+/* Rows of V that a pass handles at a time: they and the rows fetched meanwhile stay in L1. Divides FD_BLOCK. */
 FD_INLINE int ISA(step_rows)(size_t row) {
     const int least = (int)fd_max(FD_STEP_ROWS, 2 * VL); /* integers go in pairs of vectors */
     int rows = FD_BLOCK;
@@ -47,8 +47,8 @@ typedef struct {
     int step, head, at;    /* rows [at, at + step) of this head */
 } ISA(walk);
 
-FD_INLINE ISA(walk) ISA(walk_over)(const ISA(view) *view, int lo, int end) {
-    const int step = ISA(step_rows)(view->group->row_bytes), first = lo / step * step;
+FD_INLINE ISA(walk) ISA(walk_over)(const ISA(view) *view, int lo, int end, int step) {
+    const int first = lo / step * step;
     return (ISA(walk)){view, first, (int)fd_min(end, (first / FD_BLOCK + 1) * FD_BLOCK), end, step, 0, first};
 }
 
@@ -75,21 +75,6 @@ FD_INLINE const char *ISA(rows_at)(const ISA(walk) *w, size_t offset) {
 FD_INLINE int ISA(rows_of)(const ISA(walk) *w) { return (int)fd_min(w->step, w->end - w->at); }
 
 #if FD_INTEGERS
-
-/* Scores of a step's tokens of what the integers' sums are, of the vectors from `head` on. */
-static void ISA(scale_step)(const ISA(view) *view, int n, const ISA(span) *spans, const ISA(queries) *q, int head,
-                            const char *k, int b, int step, float *scores) {
-    vi headers[FD_MAX_DIM / 32 * FD_BLOCK / VL];
-    const int dtype = view->dtype;
-    if (dtype == FD_INT8) ISA(gather_headers)(FD_INT8, k, view->group->row_bytes, step, 1, headers);
-    else ISA(gather_headers)(FD_INT4, k, view->group->row_bytes, step, q->groups, headers);
-    for (int v = 0; v < n; v++) {
-        const int from = (int)fd_max(0, spans[v].lo - b), to = (int)fd_min(step, spans[v].hi - b);
-        float *of_step = scores + (head + v) * FD_SCORES + b;
-        if (dtype == FD_INT8) ISA(scale_scores)(FD_INT8, q, head + v, headers, from, to, of_step);
-        else ISA(scale_scores)(FD_INT4, q, head + v, headers, from, to, of_step);
-    }
-}
 
 /* Integers of h vectors' weights of one step, of which they see tokens [first, last). */
 static __attribute__((noinline)) void ISA(quantise_step)(int dtype, int h, const ISA(span) *spans, int b, int step,
@@ -137,32 +122,28 @@ static void ISA(value_step)(const ISA(view) *view, int n, const ISA(span) *spans
 /* K pass: scores of all vectors over the union of their spans, step by step. */
 static void ISA(score_pass)(const ISA(view) *view, int n, const ISA(span) *spans, const ISA(queries) *q,
                             float *scores) {
-    const int dim = view->group->head_dim, whole = ISA(in_integers)(view->dtype);
+    const int chunks = view->group->head_dim / FD_CHUNK, lo = spans[0].lo, end = spans[n - 1].hi;
     const ISA(dot_fn) *dots = ISA(dots)[view->dtype];
-    const size_t row = view->group->row_bytes;
-    const ISA(walk) start = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi);
-    ISA(walk) w = start, ahead = start;
+    const size_t row = view->group->row_bytes, tile = row * FD_TILE_TOKENS;
+    const int value_step = ISA(step_rows)(row);
+    ISA(walk) w = ISA(walk_over)(view, lo, end, (int)fd_max(FD_KEY_STEP_ROWS, value_step)), ahead = w;
     const char *k = ISA(rows_at)(&w, view->k_offset);
     for (int more = 1; more; w = ahead) {
         const int b = w.at, step = w.step, head = w.head * view->stride;
         more = ISA(next)(&ahead);
-        if (!more) ahead = start; /* then fetch the first V rows, else the next K rows */
+        if (!more) ahead = ISA(walk_over)(view, lo, end, value_step); /* then fetch the first V rows, else the next K */
         const char *then = ISA(rows_at)(&ahead, more ? view->k_offset : view->v_offset);
         int64_t tiles = 0;
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
-            const int tokens = whole ? ISA(integer_tokens)(h) : ISA(tile_tokens)(h, view->dtype);
-            tiles += (fd_min(step, spans[v + h - 1].hi - b) + tokens - 1) / tokens;
+            tiles += step / (ISA(key_vectors)(h, view->dtype) * VL);
         }
-        ISA(stream) stream = ISA(stream_of)(then, ISA(rows_of)(&ahead) * row, tiles * fd_max(1, dim / FD_CHUNK));
+        ISA(stream) stream = ISA(stream_of)(then, ISA(rows_of)(&ahead) * row, tiles * chunks);
         for (int v = 0, h; v < n; v += h) {
             h = ISA(tile)(n - v);
             const int from = (int)fd_max(0, spans[v].lo - b), to = (int)fd_min(step, spans[v + h - 1].hi - b);
-            dots[h - 1](q, head + v, k, row, from, to, step, &stream, scores + (head + v) * FD_SCORES + b);
+            dots[h - 1](q, head + v, k, tile, from, to, &stream, scores + (head + v) * FD_SCORES + b);
         }
-#if FD_INTEGERS
-        if (whole) ISA(scale_step)(view, n, spans, q, head, k, b, step, scores);
-#endif
         k = then;
     }
 }
@@ -217,7 +198,7 @@ static void ISA(value_pass)(const ISA(view) *view, int n, const ISA(span) *spans
         slices += whole ? ISA(integer_slices)(h, dim, view->dtype) : 2 * ISA(slices)(h, dim);
     }
     for (int i = 0; i < view->heads; i++) memset(acc + i * view->stride * dim, 0, (size_t)n * dim * sizeof *acc);
-    ISA(walk) w = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi), ahead = w;
+    ISA(walk) w = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi, ISA(step_rows)(row)), ahead = w;
     const char *v = ISA(rows_at)(&w, view->v_offset);
     for (int more = 1; more; w = ahead) {
         const int b = w.at, step = w.step, head = w.head * view->stride;
@@ -279,7 +260,7 @@ static __attribute__((noinline)) float ISA(softmax)(float *scores, ISA(span) spa
 static void ISA(softmax_pass)(const ISA(view) *view, int n, const ISA(span) *spans, float softcap, float *scores,
                               float *maxima, float *sums) {
     const size_t row = view->group->row_bytes;
-    ISA(walk) w = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi);
+    ISA(walk) w = ISA(walk_over)(view, spans[0].lo, spans[n - 1].hi, ISA(step_rows)(row));
     int more = 1, second = 1; /* half of the step at w */
     for (int head = 0; head < view->heads; head++)
         for (int i = 0, v = head * view->stride; i < n; i++, v++) {

@@ -239,16 +239,20 @@ static int fd_copy_range(fd_ctx *ctx, int32_t slot, int32_t g, int64_t start, in
     if (start < 0 || stop > seq->length || start > stop) goto out;
     if (!load && start < stop && start < fd_floor(group, list, seq->length)) goto out;
     if (group->ring && stop - start > group->ring * FD_BLOCK) goto out;
-    for (size_t piece = 0; piece < group->block_bytes; piece += group->head_bytes)
+    for (size_t piece = 0; piece < group->block_bytes; piece += group->head_bytes) {
+        const int of_keys = piece / group->side_bytes % 2 == 0;
         for (int64_t token = start; token < stop;) {
-            int64_t end = fd_min(stop, (token / FD_BLOCK + 1) * FD_BLOCK);
-            char *cached = fd_block_at(group, list, token)->data + piece;
-            cached += (size_t)(token % FD_BLOCK) * group->row_bytes;
-            size_t nbytes = (size_t)(end - token) * group->row_bytes;
-            memcpy(load ? cached : data, load ? data : cached, nbytes);
+            const int64_t end = of_keys ? token + 1 : fd_min(stop, (token / FD_BLOCK + 1) * FD_BLOCK);
+            const size_t nbytes = (size_t)(end - token) * group->row_bytes;
+            char *head = fd_block_at(group, list, token)->data + piece;
+            char *cached = head + (size_t)(token % FD_BLOCK) * group->row_bytes;
+            if (of_keys)
+                fd_key_row(load, ctx->kv_dtype, (size_t)group->head_dim, head, group->row_bytes, token % FD_BLOCK, data);
+            else memcpy(load ? cached : data, load ? data : cached, nbytes);
             data += nbytes;
             token = end;
         }
+    }
     if (load) {
         for (int32_t i = 0; i < ctx->num_layers; i++) {
             if (ctx->layers[i].group != g) continue;

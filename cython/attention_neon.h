@@ -40,3 +40,13 @@ FD_INLINE void ISA(nibbles)(const char *p, vf *x) {
     x[2] = (vf)vcvtq_f32_u32(vmovl_u16(vget_low_u16(high)));
     x[3] = (vf)vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)));
 }
+
+/* 8 bytes as 16-bit integers. */
+FD_INLINE vi ISA(words)(const char *p) { return (vi)vmovl_s8(vld1_s8((const int8_t *)p)); }
+
+/* The nibbles of 8 bytes as 16-bit integers: the low ones, then the high ones. */
+FD_INLINE void ISA(nibble_words)(const char *p, vi *x) {
+    const uint8x8_t bytes = vld1_u8((const uint8_t *)p);
+    x[0] = (vi)vmovl_u8(vand_u8(bytes, vdup_n_u8(15)));
+    x[1] = (vi)vmovl_u8(vshr_n_u8(bytes, 4));
+}

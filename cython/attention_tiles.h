@@ -1,4 +1,5 @@
-/* The inner loops of attention_kernel.h: H query vectors against T tokens' K rows, or over NV vectors of V rows.
+/* The inner loops of attention_kernel.h over V: NV vectors of its rows for H query vectors. Those over K:
+ * attention_keys.h.
  *
  * Every case is a function of its own, kept from inlining: accumulators, one operand and the pointers just fit 16
  * registers, and together with anything else they would not (measured: half the speed). The products wanted per
@@ -19,11 +20,6 @@ FD_INLINE void ISA(advance)(ISA(stream) *s) {
     for (s->stop += s->pace; s->at < s->stop; s->at += 64 << 8) __builtin_prefetch(s->base + (s->at >> 8));
 }
 
-/* Tokens of a tile by its number of query vectors; unpacking int4 takes registers too. */
-FD_INLINE int ISA(tile_tokens)(int H, int dtype) {
-    if (FD_REGISTERS > 16) return dtype != FD_INT4 ? H < 4 ? 8 : 4 : VL > 8 || H < 3 ? 4 : 2;
-    return H == 1 ? 8 : H == 2 ? 4 : dtype == FD_INT4 ? 2 : 7 - H;
-}
 /* Vectors of V that a pass over the tokens adds up; no more than 64 dimensions, which the smaller heads have. */
 FD_INLINE int ISA(tile_width)(int H) {
     if (FD_REGISTERS > 16) return VL > 8 || H > 2 ? 4 : 8;
@@ -43,114 +39,6 @@ FD_INLINE float ISA(scale)(const char *row) {
     float scale;
     memcpy(&scale, row, sizeof scale);
     return scale;
-}
-
-FD_INLINE void ISA(dot_step)(const int H, const int T, const int dtype, vf a[4][8], const float *q, const int dim,
-                             const char *k, const size_t row, const int i, const int lanes) {
-    if (H > T) {
-        vf x[8];
-        FD_UNROLL
-        for (int t = 0; t < T; t++) x[t] = ISA(load_lanes)(k + t * row, i, dtype, lanes);
-        FD_UNROLL
-        for (int h = 0; h < H; h++) {
-            const vf y = ISA(load_lanes)(q + h * dim, i, FD_FP32, lanes);
-            FD_UNROLL
-            for (int t = 0; t < T; t++) a[h][t] = ISA(fma)(x[t], y, a[h][t]);
-        }
-    } else {
-        vf y[4];
-        FD_UNROLL
-        for (int h = 0; h < H; h++) y[h] = ISA(load_lanes)(q + h * dim, i, FD_FP32, lanes);
-        FD_UNROLL
-        for (int t = 0; t < T; t++) {
-            const vf x = ISA(load_lanes)(k + t * row, i, dtype, lanes);
-            FD_UNROLL
-            for (int h = 0; h < H; h++) a[h][t] = ISA(fma)(x, y[h], a[h][t]);
-        }
-    }
-}
-
-/* The same for 16 dimensions of int4 rows, which lie in one group; `there` of them are, 16 or 8. */
-FD_INLINE void ISA(dot_block)(const int H, const int T, vf a[4][8], const float *q, const int dim, const char *group,
-                              const size_t row, const int second, const int there) {
-    vf x[8][ISA(BLOCK_VECTORS)];
-    FD_UNROLL
-    for (int t = 0; t < T; t++) ISA(load_int4)(group + t * row, second, x[t]);
-    FD_UNROLL
-    for (int j = 0; j < (there + VL - 1) / VL; j++) {
-        FD_UNROLL
-        for (int h = 0; h < H; h++) {
-            const vf y = ISA(load_lanes)(q + h * dim, j * VL, FD_FP32, there < VL ? there : VL);
-            FD_UNROLL
-            for (int t = 0; t < T; t++) a[h][t] = ISA(fma)(x[t][j], y, a[h][t]);
-        }
-    }
-}
-
-FD_INLINE void ISA(dot_int4)(const int H, const int T, vf a[4][8], const float *q, const int dim, const char *k,
-                             const size_t row, ISA(stream) *s) {
-    for (int i = 0; i < dim; i += 32, k += FD_INT4_GROUP_BYTES) {
-        ISA(advance)(s);
-        if (i + 32 <= dim) {
-            ISA(dot_block)(H, T, a, q + i, dim, k, row, 0, 16);
-            ISA(dot_block)(H, T, a, q + i + 16, dim, k, row, 1, 16);
-            continue;
-        }
-        for (int j = i; j < dim; j += 16) {
-            if (j + 16 <= dim) ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, 16);
-            else ISA(dot_block)(H, T, a, q + j, dim, k, row, j > i, 8);
-        }
-    }
-}
-
-/* Scores of H vectors against tokens [from, to) of `rows` that lie at k; a tile that would leave them is moved back,
- * since the bits of a score do not depend on its tile. A tile may write scores on either side of [from, to). */
-FD_INLINE void ISA(dot)(const int H, const int T, const int dtype, const float *q, const int dim, const char *k,
-                        const size_t row, int from, const int to, const int rows, ISA(stream) *stream, float *scores) {
-    ISA(stream) s = *stream;
-    for (int t = from; t < to; t += T) {
-        if (t + T > rows) t = rows - T;
-        const char *kt = k + t * row;
-        vf a[4][8];
-        FD_UNROLL
-        for (int h = 0; h < H; h++)
-            FD_UNROLL
-            for (int j = 0; j < T; j++) a[h][j] = ISA(splat)(0.0f);
-        int i = dtype == FD_INT4 ? dim : 0;
-        if (dtype == FD_INT4) ISA(dot_int4)(H, T, a, q, dim, kt, row, &s);
-        for (; i + FD_CHUNK <= dim; i += FD_CHUNK) {
-            ISA(advance)(&s);
-            FD_UNROLL
-            for (int j = 0; j < FD_CHUNK; j += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i + j, VL);
-        }
-        for (; i < ISA(whole)(dim); i += VL) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i, VL);
-        if (VL > 8 && i < dim) ISA(dot_step)(H, T, dtype, a, q, dim, kt, row, i, 8);
-        if (T == 2) { /* int4, which has no scales left to apply */
-            FD_UNROLL
-            for (int h = 0; h < H; h += 2) {
-                const int next = h + 1 < H ? h + 1 : h;
-                const v4f r = ISA(sums)(a[h][0], a[h][1], a[next][0], a[next][1]);
-                memcpy(scores + h * FD_SCORES + t, &r, 8);
-                memcpy(scores + next * FD_SCORES + t, (const char *)&r + 8, 8);
-            }
-            continue;
-        }
-        FD_UNROLL
-        for (int j = 0; j < T; j += 4) {
-            const int last = T > 3 ? j + 3 : j + 2; /* of three sums the fourth is one that nobody reads */
-            v4f scales = {1.0f};
-            if (dtype == FD_INT8)
-                scales = (v4f){ISA(scale)(kt + j * row), ISA(scale)(kt + (j + 1) * row), ISA(scale)(kt + (j + 2) * row),
-                               ISA(scale)(kt + last * row)};
-            FD_UNROLL
-            for (int h = 0; h < H; h++) {
-                v4f r = ISA(sums)(a[h][j], a[h][j + 1], a[h][j + 2], a[h][last]);
-                if (dtype == FD_INT8) r *= scales;
-                memcpy(scores + h * FD_SCORES + t + j, &r, sizeof r);
-            }
-        }
-    }
-    *stream = s;
 }
 
 /* NV vectors of a row from dimension d on, a multiple of NV * VL; a vector's first lanes, if there is one. */
@@ -212,19 +100,12 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int lanes, const 
 }
 
 #include "attention_integer.h"
+#include "attention_keys.h"
 
-typedef void (*ISA(dot_fn))(const ISA(queries) *q, int first, const char *k, size_t row, int from, int to, int rows,
-                            ISA(stream) *stream, float *scores);
 typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int from, int to, ISA(stream) *stream,
                             float *acc, int dim);
 
 #define FD_TILE(H, DTYPE)                                                                                          \
-    static __attribute__((noinline)) void ISA(dot_##H##_##DTYPE)(const ISA(queries) *q, int first, const char *k,  \
-                                                                 size_t row, int from, int to, int rows,           \
-                                                                 ISA(stream) *stream, float *scores) {             \
-        ISA(dot)(H, ISA(tile_tokens)(H, FD_##DTYPE), FD_##DTYPE, q->x + first * q->dim, q->dim, k, row, from, to,  \
-                 rows, stream, scores);                                                                            \
-    }                                                                                                              \
     static __attribute__((noinline)) void ISA(add_##H##_##DTYPE)(const float *weights, const char *v, size_t row,  \
                                                                  int from, int to, ISA(stream) *stream, float *acc, \
                                                                  int dim) {                                        \
@@ -252,8 +133,6 @@ FD_TILES(INT4)
 
 #define FD_ROW(KIND, DTYPE) {ISA(KIND##_1_##DTYPE), ISA(KIND##_2_##DTYPE), ISA(KIND##_3_##DTYPE), ISA(KIND##_4_##DTYPE)}
 /* by dtype and H - 1 */
-static const ISA(dot_fn) ISA(dots)[5][4] = {FD_ROW(dot, FP32), FD_ROW(dot, FP16), FD_ROW(dot, BF16), FD_ROW(dot, INT8),
-                                            FD_ROW(dot, INT4)};
 #if FD_INTEGERS
 static const ISA(add_fn) ISA(adds)[3][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16)};
 static const ISA(add_integers_fn) ISA(adds_integers)[2][4] = {FD_ROW(add, INT8), FD_ROW(add, INT4)};

@@ -148,12 +148,7 @@ FD_INLINE void ISA(add_pairs)(const int H, const int NV, const int lanes, const 
 typedef void (*ISA(add_integers_fn))(const ISA(weights) *w, const char *v, size_t row, int from, int to,
                                      ISA(stream) *stream, float *acc, int dim, int d);
 
-#define FD_TILE(H, DTYPE, DOT)                                                                                      \
-    static __attribute__((noinline)) void ISA(dot_##H##_##DTYPE)(const ISA(queries) *q, int first, const char *k,   \
-                                                                 size_t row, int from, int to, int rows,            \
-                                                                 ISA(stream) *stream, float *scores) {              \
-        ISA(DOT)(H, ISA(integer_tokens)(H), q, first, k, row, from, to, rows, stream, scores);                      \
-    }                                                                                                               \
+#define FD_TILE(H, DTYPE)                                                                                           \
     static __attribute__((noinline)) void ISA(add_##H##_##DTYPE)(const ISA(weights) *w, const char *v, size_t row,  \
                                                                  int from, int to, ISA(stream) *stream, float *acc, \
                                                                  int dim, int d) {                                  \
@@ -166,12 +161,12 @@ typedef void (*ISA(add_integers_fn))(const ISA(weights) *w, const char *v, size_
             ISA(add_pairs)(H, VL < 8 ? 8 / VL : 1, VL < 8 ? VL : 8, FD_##DTYPE, w, v, row, from, to, stream, acc,   \
                            dim, d);                                                                                 \
     }
-FD_TILE(1, INT8, dot_int8)
-FD_TILE(2, INT8, dot_int8)
-FD_TILE(3, INT8, dot_int8)
-FD_TILE(4, INT8, dot_int8)
-FD_TILE(1, INT4, dot_int4_whole)
-FD_TILE(2, INT4, dot_int4_whole)
-FD_TILE(3, INT4, dot_int4_whole)
-FD_TILE(4, INT4, dot_int4_whole)
+FD_TILE(1, INT8)
+FD_TILE(2, INT8)
+FD_TILE(3, INT8)
+FD_TILE(4, INT8)
+FD_TILE(1, INT4)
+FD_TILE(2, INT4)
+FD_TILE(3, INT4)
+FD_TILE(4, INT4)
 #undef FD_TILE

@@ -11,13 +11,16 @@ typedef struct {
 static int ISA(write)(fd_ctx *ctx, const fd_group *group, int layer_index, int kv_head, fd_seq *seq, int group_index,
                       int64_t position, const void *k, const void *v) {
     float row[FD_MAX_DIM] __attribute__((aligned(64)));
+    char key[FD_MAX_DIM * sizeof(float)] __attribute__((aligned(64)));
     const int dim = group->head_dim;
-    char *cached = fd_block_at(group, &seq->lists[group_index], position)->data + layer_index * group->layer_bytes +
-                   kv_head * group->head_bytes + (size_t)(position % FD_BLOCK) * group->row_bytes;
+    char *head = fd_block_at(group, &seq->lists[group_index], position)->data + layer_index * group->layer_bytes +
+                 kv_head * group->head_bytes;
     int bad = ISA(load_row)(row, k, dim, ctx->wire_dtype, 1.0f);
-    bad |= ISA(round_row)(cached, row, dim, ctx->kv_dtype);
+    bad |= ISA(round_row)(key, row, dim, ctx->kv_dtype);
+    fd_key_row(1, ctx->kv_dtype, (size_t)dim, head, group->row_bytes, position % FD_BLOCK, key);
     bad |= ISA(load_row)(row, v, dim, ctx->wire_dtype, 1.0f);
-    bad |= ISA(round_row)(cached + group->side_bytes, row, dim, ctx->kv_dtype);
+    bad |= ISA(round_row)(head + group->side_bytes + (size_t)(position % FD_BLOCK) * group->row_bytes, row, dim,
+                          ctx->kv_dtype);
     return bad;
 }
 
@@ -178,7 +181,7 @@ static void ISA(run_unit)(const fd_job *job, const fd_unit *unit, int kv_head, i
     for (int h = 0; h < heads; h++) ISA(load_queries)(job, unit, entry, kv_head + h, s->q + h * n * dim);
 #if FD_INTEGERS
     if (job->ctx->kv_dtype >= FD_INT8)
-        ISA(quantise_queries)(s->q, heads * n, dim, job->ctx->kv_dtype, s->whole_q, s->sums_q, s->scales_q);
+        ISA(quantise_queries)(s->q, heads * n, dim, s->whole_q, s->sums_q, s->scales_q);
 #endif
     if (unit->segment < 0) {
         ISA(run_all)(job, unit, entry, kv_head, s);
@@ -206,7 +209,8 @@ static void ISA(look_ahead)(const fd_job *job, const fd_unit *unit, int kv_head,
     const fd_entry *entry = &job->table->entries[unit->entry];
     if (unit->segment < 0) return;
     const int64_t base = (int64_t)unit->segment * FD_SEG, first = entry->kv_len + unit->vec_begin / group->heads_per_kv;
-    const int64_t lo = group->window ? fd_max(base, first - group->window + 1) : base, left = entry->kv_len - lo;
+    const int64_t seen = group->window ? fd_max(base, first - group->window + 1) : base;
+    const int64_t lo = seen / FD_TILE_TOKENS * FD_TILE_TOKENS, left = entry->kv_len - lo;
     if (left < 1) return;
     s->next = fd_block_at(group, &entry->seq->lists[job->group_index], lo)->data +
               job->layer_index * group->layer_bytes + kv_head * group->head_bytes +

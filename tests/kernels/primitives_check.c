@@ -69,7 +69,7 @@ static void check_loads(void) {
     }
 }
 
-/* Integers of 16 bits, as many as a row has bytes left; nibbles; pairs of rows; headers of four rows' groups. */
+/* Two tiles' elements; products of 16-bit integers; pairs of rows and their nibbles; headers of four rows' groups. */
 static void check_integers(void) {
     char bytes[32 * 80];
     check_vector got[4], want[4];
@@ -79,13 +79,14 @@ static void check_integers(void) {
             seed = seed * 6364136223846793005u + 1442695040888963407u;
             bytes[i] = (char)(seed >> 56);
         }
-        for (int count = 8; count <= 32; count += 8) {
-            got->whole = (v16f)fd_avx512_words(bytes, count);
-            want->half[0] = (v8f)fd_avx2_words(bytes, count < 16 ? 8 : 16);
-            want->half[1] = count > 16 ? (v8f)fd_avx2_words(bytes + 16, count - 16) : (v8f){0};
-            check_same("words", *got, *want, 0);
+        for (int dtype = FD_FP32; dtype <= FD_BF16; dtype++) {
+            got->whole = fd_avx512_load_two(bytes, bytes + 640, 8, dtype);
+            want->half[0] = fd_avx2_load_as(bytes, 8, dtype), want->half[1] = fd_avx2_load_as(bytes + 640, 8, dtype);
+            check_same("load_two", *got, *want, 1);
         }
-        const v16f x = (v16f)fd_avx512_words(bytes, 32), y = (v16f)fd_avx512_words(bytes + 32, 32);
+        v16f x, y;
+        memcpy(&x, bytes, sizeof x);
+        memcpy(&y, bytes + 64, sizeof y);
         got->whole = (v16f)fd_avx512_madd((v16i)x, (v16i)y);
         want->half[0] = (v8f)fd_avx2_madd((v8i)fd_avx512_low(x), (v8i)fd_avx512_low(y));
         want->half[1] = (v8f)fd_avx2_madd((v8i)fd_avx512_high(x), (v8i)fd_avx512_high(y));
@@ -96,11 +97,6 @@ static void check_integers(void) {
         fd_avx512_eight_pairs(bytes, bytes + 50, (v16i *)&got->whole);
         want->half[1] = (v8f){0};
         check_same("eight_pairs", *got, *want, 0);
-        for (int nbytes = 8; nbytes <= 16; nbytes += 8) {
-            fd_avx512_nibble_words(bytes, nbytes, (v16i *)&got->whole);
-            fd_avx2_nibble_words(bytes, nbytes, (v8i *)want->half);
-            check_same("nibble_words", *got, *want, 0);
-        }
         fd_avx512_nibble_pairs(bytes, bytes + 50, (v16i *)&got->whole);
         fd_avx2_nibble_pairs(bytes, bytes + 50, (v8i *)want->half);
         check_same("nibble_pairs", *got, *want, 0);
