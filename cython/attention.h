@@ -31,7 +31,7 @@
 #endif
 
 #ifndef FD_RUN_BYTES
-#define FD_RUN_BYTES (64 << 10) /* of a block's heads side by side that one thread reads in turn */
+#define FD_RUN_BYTES (128 << 10) /* of a block's heads side by side that one thread reads in turn */
 #endif
 #ifndef FD_BUNDLE_VECTORS
 #define FD_BUNDLE_VECTORS 32 /* query vectors whose scores stay in L2 beside what is read */
