@@ -117,10 +117,24 @@ static void polled_note(fd_pump *pump, const pump_polled *polled, int goal, int 
             pump->arrived[polled->index[i]] = now;
 }
 
+/* What K/V rows may take that are on their way to the ports that are waited for: what comes behind them waits too. */
+static uint64_t pump_uploads_ns(const fd_pump *pump, int table, int only) {
+    uint64_t most = 0;
+    for (int i = 0; i < pump->num_ports; i++) {
+        const fd_port *port = pump->ports[i];
+        if (port->kind != PORT_STREAM || !(only < 0 ? table_live(&port->tables[table]) : i == only)) continue;
+        const uint64_t longest = port->max_bulk ? port->max_bulk : pump->sizes.max_bulk;
+        const uint64_t nbytes = conn_in_flight(&port->conn, FD_BULK) * longest;
+        if (nbytes > most) most = nbytes;
+    }
+    return most * PUMP_NS_PER_BYTE;
+}
+
 /* Sends, receives and waits until the goal is met on one port, or (only < 0) on every port of the table.
  * Whoever is still being sent to is read from as well, so two senders never wait for each other. */
 static int pump_wait(fd_pump *pump, int goal, int table, int only, uint64_t deadline) {
     pump_polled polled;
+    deadline += pump_uploads_ns(pump, table, only);
     for (;;) {
         polled.count = polled.waiting = 0;
         for (int i = 0; i < pump->num_ports; i++) {
