@@ -237,6 +237,11 @@ cdef class SlotPlane:
         return Plane(table=<size_t>&PLANE, state=<size_t>self.state, conn_bytes=sizeof(fd_conn),
                      spin_ns=spin_ns, owner=self)
 
+    @property
+    def running(self):
+        """Whether a connection has been promised the plane, and has not closed it."""
+        return <size_t>self.state in owners
+
     def stats(self):
         """Returns chunks and writes since the start; callable from any thread."""
         cdef rdma_plane *p = self.state

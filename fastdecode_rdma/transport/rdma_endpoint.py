@@ -11,7 +11,12 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastdecode_rdma.errors import RemoteProtocolError, TransportError, TransportTimeout
+from fastdecode_rdma.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransportError,
+    TransportTimeout,
+)
 from fastdecode_rdma.transport._rdma import RECEIVED, SPARE_RECEIVES, SlotPlane
 from fastdecode_rdma.transport.rdma_bindings import Binding, Queue
 from fastdecode_rdma.transport.rdma_limits import (
@@ -117,6 +122,7 @@ class Endpoint:
         self.psn = secrets.randbelow(_PSN)
         self.mtu_bytes = 0
         self.route = ""
+        self._slots: SlotPlane | None = None
         self.settings = (
             f"tclass {wish.tclass}, sl {wish.sl}, timeout {wish.timeout}, retry {wish.retry}"
         )
@@ -251,7 +257,7 @@ class Endpoint:
 
     def slots(self) -> SlotPlane:
         """Returns the state of the data plane, which closes the queue pair with its connection."""
-        return SlotPlane(
+        self._slots = SlotPlane(
             self.queue,
             send=self._send,
             recv=self.recv_address,
@@ -261,7 +267,14 @@ class Endpoint:
             signal_every=self._cq_mod,
             memory=self._memory,
         )
+        return self._slots
 
     def close(self) -> None:
-        """Ends the queue pair and lets go of its memory. Idempotent."""
+        """Ends the queue pair and lets go of its memory. Idempotent.
+
+        Raises:
+            LocalProtocolError: a connection uses it; its end closes the queue pair.
+        """
+        if self._slots is not None and self._slots.running:
+            raise LocalProtocolError(f"{self.route}: its data plane runs: close the connection")
         self.queue.close()

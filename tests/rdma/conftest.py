@@ -3,6 +3,7 @@ virtual machine). Nothing here imports torch: in the emulated guest that takes m
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -85,5 +86,6 @@ def make_endpoints(pair: Pair) -> Iterator[Callable[..., tuple[Endpoint, Endpoin
         return first, second
 
     yield make
+    gc.collect()  # planes that the frames of an error still hold
     for endpoint in made:
         endpoint.close()

@@ -12,7 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fastdecode_rdma.errors import TransportError, TransportTimeout, WorkerLostError
+from fastdecode_rdma.errors import (
+    LocalProtocolError,
+    TransportError,
+    TransportTimeout,
+    WorkerLostError,
+)
 from fastdecode_rdma.transport.rdma_bindings import find_binding
 from fastdecode_rdma.transport.rdma_endpoint import DEPTH, Endpoint
 from fastdecode_rdma.transport.rdma_limits import MEMORY_BYTES, NUM_SLOTS
@@ -99,6 +104,16 @@ def test_closing_twice_and_with_work_under_way(make_endpoints, binding):
     first.close()
     first.close()
     second.close()
+
+
+def test_closing_under_a_running_plane_is_refused(make_endpoints, make_rig, binding):
+    endpoints = make_endpoints(binding, binding)
+    rig = make_rig(None, timeout_s=GENEROUS_S)
+    rig.add_stream(planes=[each.slots().plane() for each in endpoints])
+    for endpoint in endpoints:
+        with pytest.raises(LocalProtocolError, match="close the connection"):
+            endpoint.close()
+    rig.run_step(1, [4])  # and nothing was harmed
 
 
 # ---- faults of the verbs, each with an error of its own ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -138,3 +139,23 @@ def test_a_worker_stopped_or_killed_in_the_middle_of_writes(start_worker, connec
     text, took_s = lost_after(connect([url]), process, signal.SIGKILL)
     assert "closed the connection" in text or "retries exhausted" in text
     assert took_s < 6
+
+
+def verbs_objects() -> dict[str, int]:
+    """Queue pairs, completion queues and registered memory of all processes."""
+    done = subprocess.run(["rdma", "-j", "resource"], capture_output=True, text=True, check=True)
+    devices = json.loads(done.stdout)
+    return {kind: sum(each.get(kind, 0) for each in devices) for kind in ("qp", "cq", "mr", "pd")}
+
+
+def test_a_worker_ended_by_sigterm_gives_its_registrations_back(start_worker, connect):
+    process, url = start_worker()
+    idle = verbs_objects()
+    driver = connect([url])
+    driver.run([(0, HANDLES)], 0)
+    busy = verbs_objects()
+    assert all(busy[kind] > idle[kind] for kind in ("qp", "cq", "pd"))
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=GUEST_START_S) == 0
+    driver.backend.close()
+    assert verbs_objects() == idle

@@ -274,6 +274,8 @@ class Rig:
         for thread in self.threads:
             thread.join(5.0)
             assert not thread.is_alive()
+        self.planes.clear()  # each ends with its last reference
+        self.ends.clear()  # which an error's frames may hold
         for peer in self.peers:
             if peer is not None:
                 peer.close()
