@@ -33,6 +33,9 @@
 #ifndef FD_RUN_BYTES
 #define FD_RUN_BYTES (128 << 10) /* of a block's heads side by side that one thread reads in turn */
 #endif
+#ifndef FD_THREAD_ITEMS
+#define FD_THREAD_ITEMS 8 /* of work that each thread should find before heads are taken together */
+#endif
 #ifndef FD_BUNDLE_VECTORS
 #define FD_BUNDLE_VECTORS 32 /* query vectors whose scores stay in L2 beside what is read */
 #endif

@@ -98,7 +98,8 @@ static void fd_run_job(fd_job *job, int write_only) {
     int64_t threads = fd_min(ctx->num_threads, 1 + (nbytes >> 16));
     /* heads side by side make long reads, as long as all threads find enough to do */
     int64_t bundle = write_only ? 1 : fd_min(heads, fd_max(1, FD_RUN_BYTES / (int64_t)group->head_bytes));
-    while (bundle > 1 && num_units * ((heads + bundle - 1) / bundle) < 8 * threads) bundle = (bundle + 1) / 2;
+    while (bundle > 1 && num_units * ((heads + bundle - 1) / bundle) < FD_THREAD_ITEMS * threads)
+        bundle = (bundle + 1) / 2;
     job->bundles = (int)((heads + bundle - 1) / bundle);
     job->bundle_heads = (int)((heads + job->bundles - 1) / job->bundles);
     const int64_t num_items = (write_only ? job->table->num_entries : num_units) * job->bundles;

@@ -410,6 +410,18 @@ def test_every_finite_value_of_a_16_bit_dtype_loads_exactly(isa: str, kv: str) -
     assert np.array_equal(np.concatenate(outputs), values)
 
 
+@pytest.mark.parametrize("kv", ["fp16", "int4"])
+def test_heads_that_a_thread_reads_together_are_each_as_alone(isa: str, kv: str) -> None:
+    """With work for all threads, heads of a block are taken together: here five, not a power of two."""
+    geometry = one_layer(15, 5, 64, kv=kv)
+    lengths = (1, 63, 64, 65, 200, 90, 1030, 5, 17, 33)
+    works = [make_work(geometry, length, seed=length) for length in lengths]
+    together, _ = attend(geometry, works, isa=isa, threads=1)
+    for work, expected in zip(works, together, strict=True):
+        (alone,), _ = attend(geometry, [work], isa=isa, threads=2)
+        assert np.array_equal(alone, expected)
+
+
 def mixed_works(geometry: AttentionGeometry) -> list[Work]:
     shapes = [(1, 1), (70, 3), (1024, 1), (1030, 9), (2500, 1), (300, 60), (90, 1)]
     return [make_work(geometry, n, rows=rows, seed=31 * n) for n, rows in shapes]
