@@ -412,7 +412,7 @@ def test_every_finite_value_of_a_16_bit_dtype_loads_exactly(isa: str, kv: str) -
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
 def test_heads_that_a_thread_reads_together_are_each_as_alone(isa: str, kv: str) -> None:
-    """With work for all threads, heads of a block are taken together: here five, not a power of two."""
+    """With work for all threads, heads of a block are taken together: here five of them."""
     geometry = one_layer(15, 5, 64, kv=kv)
     lengths = (1, 63, 64, 65, 200, 90, 1030, 5, 17, 33)
     works = [make_work(geometry, length, seed=length) for length in lengths]
