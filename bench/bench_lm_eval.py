@@ -104,7 +104,7 @@ def main() -> int:
         {"pretrained": args.model, "dtype": "float32"},
         {"batch_size": args.batch_size, "device": "cpu"},
     )
-    ours = FastDecodeLM(args.model)
+    ours = FastDecodeLM(args.model, kv_cache_dtype="fp32")  # as the other keeps it
     is_same = True
     with tempfile.TemporaryDirectory(prefix="fastdecode-") as folder:
         write_tasks(Path(folder), sentences, args.docs)

@@ -14,6 +14,7 @@ from fastdecode_rdma.batch.files import LineSource, RawLine
 from fastdecode_rdma.errors import ConfigError
 
 SUFFIXES = (".parquet", ".csv", ".tsv")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 ROWS_AT_ONCE = 256
 _TEXT_COLUMNS = ("id", "custom_id", "prompt", "context", "continuation", "text", "url", "method")
 _JSON_COLUMNS = (
@@ -33,6 +34,10 @@ def open_source(path: str) -> LineSource | TableSource:
     Raises:
         ConfigError: it cannot be read.
     """
+    if path.lower().endswith(COMPRESSED):
+        raise ConfigError(
+            f"{path} is compressed: unpack it first, or pipe it (`zcat FILE | fastdecode … -i -`)"
+        )
     return TableSource(path) if is_table(path) else LineSource(path)
 
 
@@ -87,12 +92,19 @@ class TableSource:
         number = 0
         try:
             for batch in _csv_batches(self.path) if is_csv else _parquet_batches(self.path):
+                self._check_names(batch.schema.names)
                 for row in batch.to_pylist():
                     number += 1
                     yield RawLine(number, _line(row, is_csv=is_csv))
         except (pa.ArrowException, OSError) as error:
             words = " ".join(str(error).split())
             raise ConfigError(f"cannot read {self.name}: {words}") from error
+
+    def _check_names(self, names: list[str]) -> None:
+        if len(set(names)) == len(names):
+            return
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{self.name} has two columns named {twice!r}: rename one of them")
 
     def close(self) -> None:
         """Lets go of the file."""

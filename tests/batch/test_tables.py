@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import gzip
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 
 from fastdecode_rdma.batch import command
 from fastdecode_rdma.batch.table_output import write_table
-from fastdecode_rdma.batch.tables import TableSource
+from fastdecode_rdma.batch.tables import TableSource, open_source
 from fastdecode_rdma.cli import main
 from fastdecode_rdma.errors import ConfigError
 
@@ -193,3 +194,17 @@ def test_a_table_of_a_pipe_leaves_no_lines(model, tmp_path, monkeypatch):
     os.close(read)
     assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
     assert len(read_table(out)) == 1
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("prompt,prompt\na,b\n")
+    with pytest.raises(ConfigError, match="two columns named 'prompt': rename one"):
+        open_source(str(path))
+
+
+def test_a_compressed_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    with pytest.raises(ConfigError, match="is compressed: unpack it first"):
+        open_source(str(path))
