@@ -114,18 +114,19 @@ class Libraries:
         self._fp32 = [torch.from_numpy(copy) for copy in copies]
         self._bf16 = [tensor.bfloat16() for tensor in self._fp32 * 2] if with_bf16 else []
 
-    def seconds(self, case: Case) -> dict[str, float]:
+    def seconds(self, num_rows: int, threads: int) -> dict[str, float]:
         """Median times by library; numpy's threads cannot be chosen: only with all CPUs."""
         import torch
 
-        torch.set_num_threads(case.threads)
-        x = torch.ones(case.rows, case.num_in)
+        torch.set_num_threads(threads)
+        num_out, num_in = self._fp32[0].shape
+        x = torch.ones(num_rows, num_in)
         times = {"torch": _torch_seconds(x, self._fp32)}
-        if case.weights == "bf16":
+        if self._bf16:
             times["torch_bf16"] = _torch_seconds(x.bfloat16(), self._bf16)
-        if case.threads == len(os.sched_getaffinity(0)):
+        if threads == len(os.sched_getaffinity(0)):
             weights = itertools.cycle([tensor.numpy() for tensor in self._fp32])
-            rows, out = x.numpy(), np.empty((case.rows, case.num_out), np.float32)
+            rows, out = x.numpy(), np.empty((num_rows, num_out), np.float32)
             times["numpy"] = _median(
                 lambda: np.dot(rows, next(weights).T, out=out), len(self._fp32)
             )
@@ -223,7 +224,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def measure(cases: list[Case], repeats: int, *, with_libraries: bool) -> list[Row]:
-    """Runs all cases of a shape `repeats` times in turn, after one warm-up."""
+    """Runs all cases of a shape `repeats` times in turn, after one warm-up, and prints them."""
     _dense.bind_team(_team.address())
     machine, rng = Machine(), np.random.default_rng(0)
     rows = []
@@ -240,28 +241,40 @@ def measure(cases: list[Case], repeats: int, *, with_libraries: bool) -> list[Ro
         out = np.empty((len(x), num_out), np.float32)
         figures: list[list[tuple[float, float, dict[str, float]]]] = [[] for _ in batch]
         for turn in range(repeats + 1):
+            beside: dict[tuple[int, int], dict[str, float]] = {}
             for i, case in enumerate(batch):
                 read = machine.read_bytes_per_s(case.isa, case.threads)
                 seconds = packed[case.weights].seconds(case, x, out)
-                others = {} if libraries is None else libraries.seconds(case)
+                size = case.rows, case.threads
+                if libraries is not None and size not in beside:
+                    beside[size] = libraries.seconds(*size)
                 if turn:
-                    figures[i].append((read, seconds, others))
+                    figures[i].append((read, seconds, beside.get(size, {})))
         rows += [_row(case, runs) for case, runs in zip(batch, figures, strict=True)]
+        print_rows(rows[-len(batch) :])
     return rows
 
 
 def _row(case: Case, runs: list[tuple[float, float, dict[str, float]]]) -> Row:
     reads, seconds, others = zip(*runs, strict=True)
-    libraries = {name: statistics.median(each[name] for each in others) for name in others[0]}
+    libraries = {
+        name: statistics.median(each[name] for each in others)
+        for name in others[0]
+        if name != "torch_bf16" or case.weights == "bf16"
+    }
     return Row(case, statistics.median(seconds), statistics.median(reads), libraries)
 
 
-def print_rows(rows: list[Row]) -> None:
+def print_heads() -> None:
     print(
         f"{'shape':<16} {'N':>6} {'K':>6} {'weights':<7} {'rows':>4} {'thr':>3} {'isa':<8} "
         f"{'us':>8} {'GB/s':>6} {'read':>6} {'/ read':>6} {'GFMA/s':>6} "
-        f"{'x torch':>7} {'x numpy':>7} {'x bf16':>7}"
+        f"{'x torch':>7} {'x numpy':>7} {'x bf16':>7}",
+        flush=True,
     )
+
+
+def print_rows(rows: list[Row]) -> None:
     for row in rows:
         case = row.case
         beside = " ".join(
@@ -272,8 +285,12 @@ def print_rows(rows: list[Row]) -> None:
             f"{case.shape:<16} {case.num_out:>6} {case.num_in:>6} {case.weights:<7} "
             f"{case.rows:>4} {case.threads:>3} {case.isa:<8} {row.seconds * 1e6:>8.1f} "
             f"{row.bytes_per_s / 1e9:>6.2f} {row.read_bytes_per_s / 1e9:>6.2f} "
-            f"{row.bytes_per_s / row.read_bytes_per_s:>6.2f} {row.fmas_per_s / 1e9:>6.1f} {beside}"
+            f"{row.bytes_per_s / row.read_bytes_per_s:>6.2f} {row.fmas_per_s / 1e9:>6.1f} {beside}",
+            flush=True,
         )
+
+
+def print_notes() -> None:
     print("x torch, x numpy: their fp32 time over ours; x bf16: torch's with bf16 weights and rows")
     print(f"load average {os.getloadavg()[0]:.2f}, {os.cpu_count()} cpus")
 
@@ -285,8 +302,9 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: an option is malformed.
     """
     cases = cases_of(args)
+    print_heads()
     rows = measure(cases, args.repeats, with_libraries=args.libraries)
-    print_rows(rows)
+    print_notes()
     if args.json is not None:
         rendered = [
             asdict(row) | {"bytes_per_s": row.bytes_per_s, "fmas_per_s": row.fmas_per_s}
