@@ -65,7 +65,8 @@ typedef struct {
     const float *x;
     const char *w;             /* the first of its panels, panel_bytes apart */
     int64_t x_stride, panel_bytes, kc;
-    float *sums;               /* blocked x: [panels][DENSE_SKINNY][16] so far, in and out; else totals [rows][16] */
+    float *sums;               /* blocked x: [panels][DENSE_SKINNY][16] so far, in and out; else totals [rows][16], */
+    int64_t sums_step;         /* those of the next panel so many floats on */
     const float *scales;       /* of a whole block */
     int first;                 /* block: its totals are set, not added to */
     const char *near, *far;    /* fetched meanwhile: from near on for the first `split` k, then from far on */
@@ -186,6 +187,8 @@ static inline int64_t dense_block_at(int type, int64_t k)
 /* a * b + c; compiled without contraction, so that this is what every tile size does */
 #define DENSE(name) base_##name
 #define DENSE_VL 4
+#define DENSE_TILE_ROWS 3
+#define DENSE_NP 1
 #define DENSE_MR 3
 #define DENSE_WIDTHS {1, 1, 1}
 #define DENSE_MADD(a, b, c) ((a) * (b) + (c))
@@ -196,10 +199,13 @@ static inline int64_t dense_block_at(int type, int64_t k)
 #undef DENSE
 #undef DENSE_VL
 #undef DENSE_MR
+#undef DENSE_TILE_ROWS
+#undef DENSE_NP
 #undef DENSE_WIDTHS
 #undef DENSE_MADD
 #undef DENSE_VECS
 #undef DENSE_CASE
+#undef DENSE_CASES
 #undef DENSE_TILES
 
 #if defined(__x86_64__)
@@ -207,6 +213,8 @@ static inline int64_t dense_block_at(int type, int64_t k)
 #pragma GCC target("avx2,fma")
 #define DENSE(name) avx2_##name
 #define DENSE_VL 8
+#define DENSE_TILE_ROWS 6
+#define DENSE_NP 1
 #define DENSE_MR 6 /* 6 x 16 sums + 2 weight vectors + 1 broadcast fill 15 of 16 registers */
 #define DENSE_WIDTHS {4, 2, 2, 1, 1, 1}
 #define DENSE_MADD(a, b, c) ((v8f)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
@@ -217,13 +225,62 @@ static inline int64_t dense_block_at(int type, int64_t k)
 #undef DENSE
 #undef DENSE_VL
 #undef DENSE_MR
+#undef DENSE_TILE_ROWS
+#undef DENSE_NP
 #undef DENSE_WIDTHS
 #undef DENSE_MADD
 #undef DENSE_VECS
 #undef DENSE_CASE
+#undef DENSE_CASES
 #undef DENSE_TILES
 #pragma GCC pop_options
-#define DENSE_BODY(name) (dense_isa == 1 ? avx2_##name : base_##name)
+
+typedef float v16f __attribute__((vector_size(64)));
+
+#pragma GCC push_options
+#ifdef FD_EMULATE_AVX512 /* a build for tests: the same code, each vector as two */
+#pragma GCC target("avx2,fma")
+DENSE_INLINE v16f avx512_madd16(v16f a, v16f b, v16f c)
+{
+    for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+}
+#else
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")
+DENSE_INLINE v16f avx512_madd16(v16f a, v16f b, v16f c)
+{
+    return (v16f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#endif
+DENSE_INLINE v8f avx512_madd8(v8f a, v8f b, v8f c)
+{
+    return (v8f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+
+#define DENSE(name) avx512_##name
+#define DENSE_VL 16
+#define DENSE_TILE_ROWS 8 /* 8 x 3 sums + 3 weight vectors + 1 broadcast fill 28 of 32 registers */
+#define DENSE_NP 3
+#define DENSE_MR 16 /* as many sums, each a panel's line, as there are rows of a skinny product: one tile */
+#define DENSE_WIDTHS {4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1}
+#define DENSE_MADD(a, b, c) _Generic((a), v8f: avx512_madd8, default: avx512_madd16)(a, b, c)
+#include "dense_tile.h"
+#include "dense_gemm.h"
+#include "dense_body.h"
+#include "dense_attend.h"
+#undef DENSE
+#undef DENSE_VL
+#undef DENSE_MR
+#undef DENSE_TILE_ROWS
+#undef DENSE_NP
+#undef DENSE_WIDTHS
+#undef DENSE_MADD
+#undef DENSE_VECS
+#undef DENSE_CASE
+#undef DENSE_CASES
+#undef DENSE_TILES
+#pragma GCC pop_options
+#define DENSE_BODY(name) (dense_isa == 2 ? avx512_##name : dense_isa == 1 ? avx2_##name : base_##name)
 
 #elif defined(__aarch64__)
 typedef float v4f __attribute__((vector_size(16)));
@@ -246,6 +303,8 @@ DENSE_INLINE v8f neon_madd8(v8f a, v8f b, v8f c)
 
 #define DENSE(name) neon_##name
 #define DENSE_VL 4
+#define DENSE_TILE_ROWS 6
+#define DENSE_NP 1
 #define DENSE_MR 6 /* 6 x 16 sums + 4 weight vectors + 1 broadcast fill 29 of 32 registers */
 #define DENSE_WIDTHS {4, 2, 2, 1, 1, 1}
 #define DENSE_MADD(a, b, c) _Generic((a), v8f: neon_madd8, default: neon_madd4)(a, b, c)
@@ -265,6 +324,7 @@ static const char *const dense_isas[] = {
     "baseline",
 #if defined(__x86_64__)
     "avx2",
+    "avx512",
 #elif defined(__aarch64__)
     "neon",
 #endif

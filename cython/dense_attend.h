@@ -70,8 +70,8 @@ static void DENSE(attend_block)(const dense_attend_job *job, const dense_attend_
     int64_t count = item->last_key + 1 - j0 < ATTEND_KEYS ? item->last_key + 1 - j0 : ATTEND_KEYS;
     DENSE(attend_pack)(job, item->kv_head, j0, count, scratch->keys, scratch->values);
     for (int64_t p = 0; p < ATTEND_KEYS / 16; p++) {
-        DENSE(block_panel)(DENSE_FP32, scratch->queries, d, rows, (const char *)(scratch->keys + p * 16 * d), d,
-                           scratch->panel, 1, NULL);
+        DENSE(block_panel)(DENSE_FP32, scratch->queries, d, rows, (const char *)(scratch->keys + p * 16 * d), 1,
+                           0, d, scratch->panel, 0, 1, NULL);
         for (int64_t r = 0; r < rows; r++)
             memcpy(scratch->scores + r * ATTEND_KEYS + 16 * p, scratch->panel + 16 * r, 16 * sizeof(float));
     }
@@ -93,8 +93,8 @@ static void DENSE(attend_block)(const dense_attend_job *job, const dense_attend_
     }
     for (int64_t p = 0; p < panels; p++)
         DENSE(block_panel)(DENSE_FP32, scratch->scores, ATTEND_KEYS, rows,
-                           (const char *)(scratch->values + p * ATTEND_KEYS * 16), ATTEND_KEYS,
-                           scratch->out + p * ATTEND_ROWS * 16, 0, NULL);
+                           (const char *)(scratch->values + p * ATTEND_KEYS * 16), 1, 0, ATTEND_KEYS,
+                           scratch->out + p * ATTEND_ROWS * 16, 0, 0, NULL);
 }
 
 /* What a row's output is to be multiplied by; its sink joins the sum as one more weight, without a value. */

@@ -77,20 +77,23 @@ static void DENSE(skinny)(const dense_gemm_job *job, int64_t low, int64_t high)
     }
 }
 
-/* total [rows][16] = or += x [rows][kc] times a block of kc lines of a panel, behind which are its scales if any.
- * `ahead`: the lines that come after these, to be fetched meanwhile; or NULL. */
-static void DENSE(block_panel)(int type, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t kc,
-                               float *total, int first, const char *ahead)
+/* total [np][rows][16], each total_step behind the other, = or += x [rows][kc] times a block of kc lines of np panels,
+ * at most DENSE_NP; behind a panel's lines are its scales if any. `ahead`: the lines that come after these, to be
+ * fetched meanwhile; or NULL. */
+static void DENSE(block_panel)(int type, const float *x, int64_t x_stride, int64_t rows, const char *w, int np,
+                               int64_t panel_bytes, int64_t kc, float *total, int64_t total_step, int first,
+                               const char *ahead)
 {
-    const int64_t num_tiles = (rows + DENSE_MR - 1) / DENSE_MR;
-    dense_piece piece = {.x_stride = x_stride, .w = w, .kc = kc, .near = ahead ? ahead : w, .split = kc & ~(int64_t)3,
-                         .scales = (const float *)(w + kc * DENSE_LINE(type)), .first = first};
+    const int64_t num_tiles = (rows + DENSE_TILE_ROWS - 1) / DENSE_TILE_ROWS;
+    dense_piece piece = {.x_stride = x_stride, .w = w, .panel_bytes = panel_bytes, .kc = kc, .near = ahead ? ahead : w,
+                         .split = kc & ~(int64_t)3, .scales = (const float *)(w + kc * DENSE_LINE(type)),
+                         .first = first, .sums_step = total_step};
     if (ahead) piece.last_line = DENSE_LINE(type) / 16;
     for (int64_t t = 0; t < num_tiles; t++, piece.last_line = 0) { /* dealt evenly: 32 rows are 5, 5, 6, 5, 5, 6 */
         const int64_t m0 = rows * t / num_tiles, m1 = rows * (t + 1) / num_tiles;
         piece.x = x + m0 * x_stride;
         piece.sums = total + m0 * DENSE_PANEL;
-        DENSE(any_tile)((int)(m1 - m0), 1, type, 0, &piece);
+        DENSE(any_tile)((int)(m1 - m0), np, type, 0, &piece);
     }
 }
 
@@ -103,12 +106,13 @@ static void DENSE(block_panels)(const dense_gemm_job *job, int64_t low, int64_t 
     const char *packed = (const char *)job->packed;
     for (int64_t k = 0; k < job->k; k += DENSE_KC) {
         const int64_t kc = job->k - k < DENSE_KC ? job->k - k : DENSE_KC;
-        for (int64_t p = low; p < high; p++) {
+        for (int64_t p = low; p < high; p += DENSE_NP) {
             const char *w = packed + p * job->panel_bytes + dense_block_at(type, k);
-            const char *ahead = p + 1 < high ? w + job->panel_bytes
-                                             : packed + low * job->panel_bytes + dense_block_at(type, k + kc);
-            DENSE(block_panel)(type, job->x + m0 * job->x_stride + k, job->x_stride, m1 - m0, w, kc,
-                               total[p - low], k == 0, ahead);
+            const char *ahead = p + DENSE_NP < high ? w + DENSE_NP * job->panel_bytes
+                                                    : packed + low * job->panel_bytes + dense_block_at(type, k + kc);
+            DENSE(block_panel)(type, job->x + m0 * job->x_stride + k, job->x_stride, m1 - m0, w,
+                               p + DENSE_NP < high ? DENSE_NP : (int)(high - p), job->panel_bytes, kc, total[p - low],
+                               DENSE_MBLOCK * DENSE_PANEL, k == 0, ahead);
         }
     }
     for (int64_t p = low; p < high; p++) DENSE(store_panel)(job, total[p - low], m0, m1, p * DENSE_PANEL);

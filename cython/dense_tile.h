@@ -1,5 +1,5 @@
 /* The tile of the packed GEMM: some rows times some panels over a piece of k, sums in registers. Included once
- * per instruction set, with DENSE(name) pasting a prefix, DENSE_VL the lanes of a vector (4 or 8), DENSE_MR the
+ * per instruction set, with DENSE(name) pasting a prefix, DENSE_VL the lanes of a vector (4, 8 or 16), DENSE_MR the
  * rows of the largest tile and DENSE_MADD the multiply-add.
  *
  * A sum is one chain of multiply-adds in the order of k, whatever the tile; a chain that is cut goes through
@@ -13,7 +13,9 @@ typedef uint32_t DENSE(vuu) __attribute__((vector_size(4 * DENSE_VL), aligned(1)
 
 DENSE_INLINE DENSE(vf) DENSE(splat)(float x)
 {
-#if DENSE_VL == 8
+#if DENSE_VL == 16
+    return (DENSE(vf)){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+#elif DENSE_VL == 8
     return (DENSE(vf)){x, x, x, x, x, x, x, x};
 #else
     return (DENSE(vf)){x, x, x, x};
@@ -22,7 +24,11 @@ DENSE_INLINE DENSE(vf) DENSE(splat)(float x)
 
 DENSE_INLINE void DENSE(widen_int8)(const char *w, DENSE(vf) *out)
 {
-#if DENSE_VL == 8
+#if DENSE_VL == 16 && defined(FD_EMULATE_AVX512)
+    for (int j = 0; j < DENSE_PANEL; j++) out[0][j] = (float)((const int8_t *)w)[j];
+#elif DENSE_VL == 16
+    out[0] = (DENSE(vf))_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)w)));
+#elif DENSE_VL == 8
     for (int i = 0; i < DENSE_VECS; i++) {
         const __m128i bytes = _mm_loadl_epi64((const __m128i *)(w + 8 * i));
         out[i] = (DENSE(vf))_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
@@ -53,11 +59,18 @@ DENSE_INLINE void DENSE(weights)(const int type, const char *w, DENSE(vf) *out)
     if (type == DENSE_INT8) {
         DENSE(widen_int8)(w, out);
     } else if (type == DENSE_BF16) { /* 32-bit lane j holds column j in its low half, j + 8 in its high half */
+#if DENSE_VL == 16
+        const v8u pair = *(const v8uu *)w;
+        const DENSE(vu) both = __builtin_shufflevector(pair, pair, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+        const DENSE(vu) up = {16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0};
+        out[0] = (DENSE(vf))(both << up & 0xffff0000u);
+#else
         for (int i = 0; i < DENSE_VECS / 2; i++) {
             const DENSE(vu) pair = *(const DENSE(vuu) *)(w + 4 * DENSE_VL * i);
             out[i] = (DENSE(vf))(pair << 16);
             out[i + DENSE_VECS / 2] = (DENSE(vf))(pair & 0xffff0000u);
         }
+#endif
     } else {
         for (int i = 0; i < DENSE_VECS; i++) out[i] = *(const DENSE(vfu) *)(w + 4 * DENSE_VL * i);
     }
@@ -68,6 +81,16 @@ DENSE_INLINE void DENSE(step)(const int mr, const int np, const int type, const 
                               int64_t k, DENSE(vf) (*sum)[DENSE_MAX_NP][DENSE_VECS])
 {
     const int64_t x_stride = blocked ? DENSE_KC : piece->x_stride;
+#if DENSE_VECS == 1 /* registers enough for the weights of all panels: a value of x is spread once */
+    DENSE(vf) line[DENSE_MAX_NP];
+    for (int p = 0; p < np; p++)
+        DENSE(weights)(type, piece->w + p * piece->panel_bytes + k * DENSE_LINE(type), &line[p]);
+    for (int m = 0; m < mr; m++) {
+        const DENSE(vf) value = DENSE(splat)(piece->x[m * x_stride + k]);
+        for (int p = 0; p < np; p++) sum[m][p][0] = DENSE_MADD(value, line[p], sum[m][p][0]);
+    }
+    return;
+#endif
     for (int p = 0; p < np; p++) {
         DENSE(vf) weight[DENSE_VECS];
         DENSE(weights)(type, piece->w + p * piece->panel_bytes + k * DENSE_LINE(type), weight);
@@ -80,10 +103,12 @@ DENSE_INLINE void DENSE(step)(const int mr, const int np, const int type, const 
 
 /* Weights come from memory once, so their loads must be under way long before: every four k, the lines are fetched
  * that these streams need some way ahead. */
-DENSE_INLINE void DENSE(fetch)(const int np, const int type, const dense_piece *piece, const char *from)
+DENSE_INLINE void DENSE(fetch)(const int np, const int type, const int blocked, const dense_piece *piece, const char *from)
 {
-    if (np == 1) { /* there may be several tiles, which share the lines */
-        for (int i = piece->first_line; i < piece->last_line; i++) __builtin_prefetch(from + 64 * i);
+    if (np == 1 || !blocked) { /* there may be several tiles, which share the lines */
+        for (int p = 0; p < np; p++)
+            for (int i = piece->first_line; i < piece->last_line; i++)
+                __builtin_prefetch(from + p * piece->panel_bytes + 64 * i);
         return;
     }
     for (int p = 0; p < np; p++)
@@ -119,12 +144,12 @@ DENSE_INLINE void DENSE(tile)(const int mr, const int np, const int type, const 
         if (mr * np * DENSE_VECS > 8) { /* not unrolled: it would take registers that the sums need */
 #pragma GCC unroll 1
             for (; k < end; k++, from += DENSE_LINE(type)) {
-                if (k % 4 == 0) DENSE(fetch)(np, type, &piece, from);
+                if (k % 4 == 0) DENSE(fetch)(np, type, blocked, &piece, from);
                 DENSE(step)(mr, np, type, blocked, &piece, k, sum);
             }
         } else { /* by hand: an inner loop is unrolled too late for the sums to become registers */
             for (; k < end; k += 4, from += 4 * DENSE_LINE(type)) {
-                DENSE(fetch)(np, type, &piece, from);
+                DENSE(fetch)(np, type, blocked, &piece, from);
                 DENSE(step)(mr, np, type, blocked, &piece, k, sum);
                 DENSE(step)(mr, np, type, blocked, &piece, k + 1, sum);
                 DENSE(step)(mr, np, type, blocked, &piece, k + 2, sum);
@@ -138,9 +163,11 @@ DENSE_INLINE void DENSE(tile)(const int mr, const int np, const int type, const 
     for (int m = 0; m < mr; m++)
         for (int p = 0; p < np; p++)
             for (int i = 0; i < DENSE_VECS; i++) {
-                float *to = piece.sums + (p * DENSE_SKINNY + m) * DENSE_PANEL + i * DENSE_VL;
+                const int64_t row = m * DENSE_PANEL + i * DENSE_VL;
+                float *to = piece.sums + row + p * (blocked ? DENSE_SKINNY * DENSE_PANEL : piece.sums_step);
+                const float *scales = piece.scales + p * (piece.panel_bytes / 4) + i * DENSE_VL;
                 if (blocked) *(DENSE(vfu) *)to = sum[m][p][i];
-                else DENSE(total)(type, sum[m][p][i], piece.scales + i * DENSE_VL, piece.first, to);
+                else DENSE(total)(type, sum[m][p][i], scales, piece.first, to);
             }
 }
 
@@ -149,26 +176,58 @@ DENSE_INLINE void DENSE(tile)(const int mr, const int np, const int type, const 
         DENSE(tile)(MR, NP, type, blocked, piece);    \
         break;
 
+#define DENSE_CASES(NP) DENSE_CASE(1, NP) DENSE_CASE(2, NP) DENSE_CASE(3, NP)
+
 DENSE_INLINE void DENSE(tile_of_type)(const int type, const int blocked, int mr, int np, const dense_piece *piece)
 {
     switch (8 * mr + np) {
-        DENSE_CASE(1, 1)
-        DENSE_CASE(2, 1)
-        DENSE_CASE(3, 1)
-#if DENSE_MR == 6
+        DENSE_CASES(1)
+#if DENSE_MR >= 6
         DENSE_CASE(4, 1)
         DENSE_CASE(5, 1)
         DENSE_CASE(6, 1)
+#endif
+#if DENSE_MR == 16
+        DENSE_CASE(7, 1)
+        DENSE_CASE(8, 1)
+        DENSE_CASES(2)
+        DENSE_CASE(4, 2)
+        DENSE_CASE(5, 2)
+        DENSE_CASE(6, 2)
+        DENSE_CASE(7, 2)
+        DENSE_CASE(8, 2)
+        DENSE_CASES(3)
+        DENSE_CASE(4, 3)
 #endif
     }
 #if DENSE_MR == 6
     if (!blocked) return;
     switch (8 * mr + np) {
-        DENSE_CASE(1, 2)
+        DENSE_CASES(2)
         DENSE_CASE(1, 3)
         DENSE_CASE(1, 4)
-        DENSE_CASE(2, 2)
-        DENSE_CASE(3, 2)
+    }
+#elif DENSE_MR == 16
+    if (blocked) {
+        switch (8 * mr + np) {
+            DENSE_CASES(4)
+            DENSE_CASE(4, 4)
+            DENSE_CASE(9, 1)
+            DENSE_CASE(10, 1)
+            DENSE_CASE(11, 1)
+            DENSE_CASE(12, 1)
+            DENSE_CASE(13, 1)
+            DENSE_CASE(14, 1)
+            DENSE_CASE(15, 1)
+            DENSE_CASE(16, 1)
+        }
+        return;
+    }
+    switch (8 * mr + np) {
+        DENSE_CASE(5, 3)
+        DENSE_CASE(6, 3)
+        DENSE_CASE(7, 3)
+        DENSE_CASE(8, 3)
     }
 #endif
 }
@@ -186,7 +245,7 @@ DENSE_TILES(blocked_fp32_tile, DENSE_FP32, 1)
 DENSE_TILES(blocked_bf16_tile, DENSE_BF16, 1)
 DENSE_TILES(blocked_int8_tile, DENSE_INT8, 1)
 
-/* Rows [mr] times panels [np] into piece->sums; np is 1 unless x is blocked. */
+/* Rows [mr] times panels [np] into piece->sums; np is DENSE_NP at most unless x is blocked. */
 static void DENSE(any_tile)(int mr, int np, int type, int blocked, const dense_piece *piece)
 {
     static void (*const tiles[][2])(int, int, const dense_piece *) = {

@@ -94,6 +94,7 @@ EXPECTED: Mapping[str, tuple[Expected, ...]] = {
         Expected("_attention", rf"fd_base_{INTEGERS}", (r"pmaddwd",), (LIBM,)),
         Expected("_attention", rf"fd_base_{ATTENTION}", (r"mulps", r"addps"), (LIBM,)),
         Expected("_dense", r"avx2_\w*tile(\.\w+)*", some=(r"vfmadd\w+ps .*%ymm",)),
+        Expected("_dense", r"avx512_\w*tile(\.\w+)*", some=(r"vfmadd\w+ps .*%zmm",)),
         Expected("_dense", r"base_\w*tile(\.\w+)*", some=(r"mulps", r"addps")),
         Expected("_sampling", r"sample_avx2_sum", (r"vfmadd\w+ps .*%ymm",), (LIBM,)),
         Expected("_sampling", r"sample_base_sum", (r"mulps", r"addps"), (LIBM,)),
