@@ -45,7 +45,7 @@ def test_json_has_the_same_facts(capsys, monkeypatch):
 
 def with_kernels(monkeypatch, chosen, available):
     """A build with a kernel that nobody has tried, on a CPU that can run `available`."""
-    facts = machinery.KernelFacts(chosen, ("avx512", "avx2", "baseline"), available, 64, 1024)
+    facts = machinery.KernelFacts(chosen, ("neon", "baseline"), available, 64, 1024)
     monkeypatch.setattr(machinery, "kernel_facts", lambda: facts)
     facts = doctor.find_all()
     return facts["kernel"], doctor.format_lines(facts)
@@ -53,17 +53,17 @@ def with_kernels(monkeypatch, chosen, available):
 
 def test_kernels_that_nobody_has_tried_are_off_and_said_so(monkeypatch):
     monkeypatch.delenv("FASTDECODE_ISA", raising=False)
-    kernel, lines = with_kernels(monkeypatch, "avx2", ("avx512", "avx2", "baseline"))
-    assert kernel["built"] == kernel["available"] == ["avx512", "avx2", "baseline"]
-    assert kernel["off"] == ["avx512"]
-    assert "built for avx512, avx2, baseline" in lines and "chosen avx2\n" in lines
-    assert "its tests on such a processor; FASTDECODE_ISA=avx512 turns it on" in lines
-    _, lines = with_kernels(monkeypatch, "avx2", ("avx2", "baseline"))
-    assert "this CPU runs avx2, baseline; chosen avx2\n" in lines
+    kernel, lines = with_kernels(monkeypatch, "baseline", ("neon", "baseline"))
+    assert kernel["built"] == kernel["available"] == ["neon", "baseline"]
+    assert kernel["off"] == ["neon"]
+    assert "built for neon, baseline" in lines and "chosen baseline\n" in lines
+    assert "its tests on such a processor; FASTDECODE_ISA=neon turns it on" in lines
+    _, lines = with_kernels(monkeypatch, "baseline", ("baseline",))
+    assert "this CPU runs baseline; chosen baseline\n" in lines
     assert "its tests on such a processor; this CPU cannot run it" in lines
-    monkeypatch.setenv("FASTDECODE_ISA", "avx512")
-    kernel, lines = with_kernels(monkeypatch, "avx512", ("avx512", "avx2", "baseline"))
-    assert kernel["off"] == [] and "chosen avx512 (FASTDECODE_ISA=avx512)\n" in lines
+    monkeypatch.setenv("FASTDECODE_ISA", "neon")
+    kernel, lines = with_kernels(monkeypatch, "neon", ("neon", "baseline"))
+    assert kernel["off"] == [] and "chosen neon (FASTDECODE_ISA=neon)\n" in lines
 
 
 def test_an_isa_that_cannot_run_is_reported_not_raised(capsys, monkeypatch):

@@ -22,6 +22,8 @@ def cpu(*isas: str) -> Callable[[str], bool]:
 
 
 def test_the_best_that_the_cpu_can_run_is_taken() -> None:
+    assert choose_isa(cpu("avx512", "avx2")) == "avx512"
+    assert choose_isa(cpu("avx512", "avx2"), built=("baseline", "avx2")) == "avx2"
     assert choose_isa(cpu("avx2")) == "avx2"
     assert choose_isa(cpu()) == "baseline"
     assert choose_isa(cpu("avx2"), built=("baseline",)) == "baseline"

@@ -244,7 +244,8 @@ def run(args: argparse.Namespace) -> int:
     error: str | None = "interrupted"
     try:
         with messages_on_stderr():
-            for kernel in settings.kernel:
+            # without first: a worker that still frees sequences would refuse it
+            for kernel in sorted(settings.kernel, reverse=True):
                 try:
                     rows += measure(args, settings, kernel)
                 except RemoteProtocolError as exc:

@@ -38,7 +38,7 @@ def test_with_and_without_the_kernel(start_workers, tmp_path: Path, capsys) -> N
     assert result["complete"] and result["bench"] == "layer"
     rows = result["rows"]
     assert [(row["with_kernel"], row["batch"]) for row in rows] == [
-        (True, 1), (True, 5), (False, 1), (False, 5),
+        (False, 1), (False, 5), (True, 1), (True, 5),
     ]  # fmt: skip
     assert [row["rows_per_worker"] for row in rows[:2]] == [[1, 0], [3, 2]]
     for row in rows:
@@ -49,7 +49,7 @@ def test_with_and_without_the_kernel(start_workers, tmp_path: Path, capsys) -> N
         # q, k, v of 4 heads go, the output of 2 and a status byte come
         share = row["in_gbit_per_s"] / row["out_gbit_per_s"]
         assert share == pytest.approx((2 * 16 * 4 + 1) / (4 * 16 * 4))
-    assert rows[1]["attend_usec"]["p50"] > rows[3]["attend_usec"]["p50"]
+    assert rows[3]["attend_usec"]["p50"] > rows[1]["attend_usec"]["p50"]
 
 
 def test_a_peer_without_kv(peer, capfd) -> None:
