@@ -1,7 +1,7 @@
-/* The primitives of AVX-512 F, BW, VL and DQ: 16 lanes. What is left of a row, 8 lanes, is AVX2's work.
+/* The primitives of AVX-512 F, BW, VL, DQ and VNNI: 16 lanes. What is left of a row, 8 lanes, is AVX2's work.
  *
- * BF16's and VNNI's dot products are not used: the one flushes subnormals and rounds as no other set does, the other
- * needs integers on both sides. Sums are in fp32.
+ * BF16's dot products are not used: they flush subnormals and round as no other set does. Nor are VNNI's of bytes: a
+ * query would have too few. Sums are in fp32, or of 16-bit integers' products.
  *
  * With -DFD_EMULATE_AVX512 the same kernel, with all its shapes and tails, runs on AVX2: every primitive is then two
  * halves of AVX2's, as it should be. */
@@ -43,6 +43,7 @@ FD_INLINE vi ISA(madd)(vi a, vi b) {
     return ISA(join_whole)(fd_avx2_madd((v8i)ISA(low)((vf)a), (v8i)ISA(low)((vf)b)),
                            fd_avx2_madd((v8i)ISA(high)((vf)a), (v8i)ISA(high)((vf)b)));
 }
+FD_INLINE vi ISA(madd_to)(vi c, vi a, vi b) { return c + ISA(madd)(a, b); }
 /* The eight elements from `i` on at a, then those at b. */
 FD_INLINE vf ISA(load_two)(const char *a, const char *b, int64_t i, int dtype) {
     return ISA(join)(fd_avx2_load_as(a, i, dtype), fd_avx2_load_as(b, i, dtype));
@@ -97,6 +98,8 @@ FD_INLINE vi ISA(join_whole)(v8i low, v8i high) {
 }
 /* Sums of each two neighbouring products of 16-bit integers. */
 FD_INLINE vi ISA(madd)(vi a, vi b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+/* VNNI's, which saturates nothing: the same sum. */
+FD_INLINE vi ISA(madd_to)(vi c, vi a, vi b) { return (vi)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b); }
 /* The eight elements from `i` on at a, then those at b. */
 FD_INLINE vf ISA(load_two)(const char *a, const char *b, int64_t i, int dtype) {
     if (dtype == FD_FP32) {

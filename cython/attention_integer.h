@@ -30,6 +30,7 @@ typedef struct {
 /* Vectors of V that a pass over the tokens adds up. */
 FD_INLINE int ISA(integer_width)(int H, int dtype) {
     if (dtype == FD_INT4) return VL > 8 ? 2 : VL < 8 || H < 3 ? 4 : 2;
+    if (VL > 8) return H > 6 ? 2 : 4;
     return FD_REGISTERS > 16 || VL < 8 ? 4 : H == 1 ? 8 : H == 2 ? 4 : 2;
 }
 /* Passes over the tokens, as many times half of them. */
@@ -37,6 +38,11 @@ FD_INLINE int ISA(integer_slices)(int H, int dim, int dtype) {
     const int width = ISA(integer_width)(H, dtype) * VL;
     return dim / width + (dim % width + 15) / 16;
 }
+
+/* c plus the sums of each two neighbouring products of 16-bit integers. */
+#if FD_INTEGERS && VL <= 8
+FD_INLINE vi ISA(madd_to)(vi c, vi a, vi b) { return c + ISA(madd)(a, b); }
+#endif
 
 /* Whether rows of a dtype go through these loops. */
 FD_INLINE int ISA(in_integers)(int dtype) { return FD_INTEGERS && dtype >= FD_INT8; }

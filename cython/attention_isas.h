@@ -40,7 +40,7 @@
 #ifdef FD_EMULATE_AVX512
 #pragma GCC target("avx2,fma,f16c")
 #else
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 #endif
 #define ISA(name) fd_avx512_##name
 #define FD_ISA_NAME "avx512"

@@ -29,7 +29,11 @@ typedef struct {
     float slope;
 } ISA(span);
 
-FD_INLINE int ISA(tile)(int left) { return left == 5 ? 3 : left < 4 ? left : 4; } /* 5 = 3 + 2, never 4 + 1 */
+/* Query vectors of the next pass: all that are left, FD_MOST, or what does not leave too few, 3 + 2 rather than 4 + 1. */
+FD_INLINE int ISA(tile)(int left) {
+    if (left <= FD_MOST) return left;
+    return left < FD_MOST * 3 / 2 ? (left + 1) / 2 : FD_MOST;
+}
 
 /* Rows of V that a pass handles at a time: they and the rows fetched meanwhile stay in L1. Divides FD_BLOCK. */
 FD_INLINE int ISA(step_rows)(size_t row) {
@@ -99,8 +103,8 @@ static void ISA(value_step)(const ISA(view) *view, int n, const ISA(span) *spans
     const int dim = view->group->head_dim, dtype = view->dtype, groups = dtype == FD_INT4 ? (dim + 31) / 32 : 1;
     const size_t row = view->group->row_bytes;
     const ISA(add_integers_fn) *adds = ISA(adds_integers)[dtype - FD_INT8];
-    float worth[4 * MOST], minima[4 * MOST];
-    vi pairs[4 * MOST * FD_BLOCK / WORDS], headers[MOST * FD_BLOCK / VL];
+    float worth[FD_MOST * MOST], minima[FD_MOST * MOST];
+    vi pairs[FD_MOST * MOST * FD_BLOCK / WORDS], headers[MOST * FD_BLOCK / VL];
     ISA(step_scales) scales;
     const ISA(weights) made = {pairs, worth, minima, groups};
     ISA(gather_headers)(dtype, v, row, step, groups, headers);
@@ -126,7 +130,7 @@ static void ISA(score_pass)(const ISA(view) *view, int n, const ISA(span) *spans
     const ISA(dot_fn) *dots = ISA(dots)[view->dtype];
     const size_t row = view->group->row_bytes, tile = row * FD_TILE_TOKENS;
     const int value_step = ISA(step_rows)(row);
-    ISA(walk) w = ISA(walk_over)(view, lo, end, (int)fd_max(FD_KEY_STEP_ROWS, value_step)), ahead = w;
+    ISA(walk) w = ISA(walk_over)(view, lo, end, (int)fd_max(ISA(KEY_STEP_ROWS), value_step)), ahead = w;
     const char *k = ISA(rows_at)(&w, view->k_offset);
     for (int more = 1; more; w = ahead) {
         const int b = w.at, step = w.step, head = w.head * view->stride;

@@ -2,10 +2,12 @@
  * dimension of VL tokens, or two or four of them as integers, and a query's values go into all lanes. H query vectors
  * against TV vectors of tokens at a time. */
 
-/* Vectors of tokens by the number of query vectors; at most FD_KEY_STEP_ROWS tokens. */
+enum { ISA(KEY_STEP_ROWS) = VL > 8 ? FD_BLOCK : FD_KEY_STEP_ROWS }; /* the least that a pass over K takes at once */
+
+/* Vectors of tokens by the number of query vectors; at most KEY_STEP_ROWS tokens. */
 FD_INLINE int ISA(key_vectors)(int H, int dtype) {
-    const int most = FD_KEY_STEP_ROWS / VL < 4 ? FD_KEY_STEP_ROWS / VL : 4;
-    if (FD_REGISTERS > 16) return most;
+    const int most = ISA(KEY_STEP_ROWS) / VL < 4 ? ISA(KEY_STEP_ROWS) / VL : 4;
+    if (FD_REGISTERS > 16) return H > 6 && most > 2 ? 2 : most;
     if (dtype >= FD_INT8 && H > 2) return 2;
     return H < 3 || (H == 3 && dtype == FD_FP32) ? most : 2;
 }
@@ -21,9 +23,9 @@ FD_INLINE vf ISA(key_lanes)(const char *tiles, const size_t tile, const int v, c
 }
 
 /* One dimension: products of H queries' values and TV vectors. */
-FD_INLINE void ISA(key_products)(const int H, const int TV, vf a[4][8], const vf *x, const float *q, const int dim) {
+FD_INLINE void ISA(key_products)(const int H, const int TV, vf a[FD_MOST][8], const vf *x, const float *q, const int dim) {
     if (TV > H) {
-        vf y[4];
+        vf y[FD_MOST];
         FD_UNROLL
         for (int h = 0; h < H; h++) y[h] = ISA(splat)(q[h * dim]);
         FD_UNROLL
@@ -41,7 +43,7 @@ FD_INLINE void ISA(key_products)(const int H, const int TV, vf a[4][8], const vf
     }
 }
 
-FD_INLINE void ISA(dot_numbers)(const int H, const int TV, const int dtype, vf a[4][8], const float *q, const int dim,
+FD_INLINE void ISA(dot_numbers)(const int H, const int TV, const int dtype, vf a[FD_MOST][8], const float *q, const int dim,
                                 const char *k, const size_t tile, ISA(stream) *s) {
     for (int d = 0; d < dim; d += FD_CHUNK) {
         ISA(advance)(s);
@@ -82,19 +84,19 @@ enum { ISA(SCALES) = FD_TILE_TOKENS * 4, ISA(PAIR) = FD_TILE_TOKENS * 2 }; /* by
 #if FD_INTEGERS
 
 /* Adds the products of a pair of dimensions; `q` holds that of the first query. */
-FD_INLINE void ISA(add_products)(const int H, const int TV, vi a[4][8], const vi *x, const int16_t *q,
+FD_INLINE void ISA(add_products)(const int H, const int TV, vi a[FD_MOST][8], const vi *x, const int16_t *q,
                                  const int width) {
     FD_UNROLL
     for (int h = 0; h < H; h++) {
         const vi y = ISA(spread)((const char *)(q + h * width));
         FD_UNROLL
-        for (int v = 0; v < TV; v++) a[h][v] += ISA(madd)(x[v], y);
+        for (int v = 0; v < TV; v++) a[h][v] = ISA(madd_to)(a[h][v], x[v], y);
     }
 }
 
-FD_INLINE void ISA(dot_bytes)(const int H, const int TV, vf scores[4][8], const int16_t *q, const int width,
+FD_INLINE void ISA(dot_bytes)(const int H, const int TV, vf scores[FD_MOST][8], const int16_t *q, const int width,
                               const int dim, const char *k, const size_t tile, ISA(stream) *s) {
-    vi a[4][8];
+    vi a[FD_MOST][8];
     FD_UNROLL
     for (int h = 0; h < H; h++)
         FD_UNROLL
@@ -118,10 +120,10 @@ FD_INLINE void ISA(dot_bytes)(const int H, const int TV, vf scores[4][8], const 
 }
 
 /* One group: its sum is exact, times scale; the minimum times the sum of the query's integers. */
-FD_INLINE void ISA(dot_group)(const int H, const int TV, vf scores[4][8], const int16_t *q, const int width,
+FD_INLINE void ISA(dot_group)(const int H, const int TV, vf scores[FD_MOST][8], const int16_t *q, const int width,
                               const float *sums, const int groups, const char *group, const size_t tile,
                               const int quads, ISA(stream) *s) {
-    vi a[4][8];
+    vi a[FD_MOST][8];
     FD_UNROLL
     for (int h = 0; h < H; h++)
         FD_UNROLL
@@ -154,7 +156,7 @@ FD_INLINE void ISA(dot_group)(const int H, const int TV, vf scores[4][8], const 
     }
 }
 
-FD_INLINE void ISA(dot_nibbles)(const int H, const int TV, vf scores[4][8], const ISA(queries) *q, const int first,
+FD_INLINE void ISA(dot_nibbles)(const int H, const int TV, vf scores[FD_MOST][8], const ISA(queries) *q, const int first,
                                 const char *k, const size_t tile, ISA(stream) *s) {
     const int16_t *whole = q->whole + first * q->width;
     const float *sums = q->sums + first * q->groups;
@@ -166,7 +168,7 @@ FD_INLINE void ISA(dot_nibbles)(const int H, const int TV, vf scores[4][8], cons
 #else
 
 /* int8 and int4 as numbers; a pair of dimensions is two words of 16 bits in each lane. */
-FD_INLINE void ISA(dot_bytes)(const int H, const int TV, vf a[4][8], const float *q, const int dim, const char *k,
+FD_INLINE void ISA(dot_bytes)(const int H, const int TV, vf a[FD_MOST][8], const float *q, const int dim, const char *k,
                               const size_t tile, ISA(stream) *s) {
     for (int d = 0; d < dim; d += 2) {
         vf even[8], odd[8];
@@ -188,7 +190,7 @@ FD_INLINE void ISA(dot_bytes)(const int H, const int TV, vf a[4][8], const float
     }
 }
 
-FD_INLINE void ISA(dot_nibbles)(const int H, const int TV, vf a[4][8], const float *q, const int dim, const char *k,
+FD_INLINE void ISA(dot_nibbles)(const int H, const int TV, vf a[FD_MOST][8], const float *q, const int dim, const char *k,
                                 const size_t tile, ISA(stream) *s) {
     for (int d = 0; d < dim; d += 4) {
         const char *group = k + d / 32 * FD_INT4_GROUP_BYTES * FD_TILE_TOKENS;
@@ -222,7 +224,7 @@ FD_INLINE void ISA(dot)(const int H, const int TV, const int dtype, const ISA(qu
     ISA(stream) s = *stream;
     for (int t = from / (TV * VL) * (TV * VL); t < to; t += TV * VL) {
         const char *kt = k + t / TILE * tile;
-        vf a[4][8];
+        vf a[FD_MOST][8];
         FD_UNROLL
         for (int h = 0; h < H; h++)
             FD_UNROLL
@@ -255,7 +257,7 @@ typedef void (*ISA(dot_fn))(const ISA(queries) *q, int first, const char *k, siz
                                                                  ISA(stream) *stream, float *scores) {              \
         ISA(dot)(H, ISA(key_vectors)(H, FD_##DTYPE), FD_##DTYPE, q, first, k, tile, from, to, stream, scores);      \
     }
-#define FD_DOTS(DTYPE) FD_DOT(1, DTYPE) FD_DOT(2, DTYPE) FD_DOT(3, DTYPE) FD_DOT(4, DTYPE)
+#define FD_DOTS(DTYPE) FD_EACH(FD_DOT, DTYPE)
 FD_DOTS(FP32)
 FD_DOTS(FP16)
 FD_DOTS(BF16)
@@ -264,7 +266,9 @@ FD_DOTS(INT4)
 #undef FD_DOTS
 #undef FD_DOT
 
-#define FD_ROW(DTYPE) {ISA(dot_1_##DTYPE), ISA(dot_2_##DTYPE), ISA(dot_3_##DTYPE), ISA(dot_4_##DTYPE)}
+#define FD_NAMED(H, DTYPE) ISA(dot_##H##_##DTYPE),
+#define FD_ROW(DTYPE) {FD_EACH(FD_NAMED, DTYPE)}
 /* by dtype and H - 1 */
-static const ISA(dot_fn) ISA(dots)[5][4] = {FD_ROW(FP32), FD_ROW(FP16), FD_ROW(BF16), FD_ROW(INT8), FD_ROW(INT4)};
+static const ISA(dot_fn) ISA(dots)[5][FD_MOST] = {FD_ROW(FP32), FD_ROW(FP16), FD_ROW(BF16), FD_ROW(INT8), FD_ROW(INT4)};
 #undef FD_ROW
+#undef FD_NAMED

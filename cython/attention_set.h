@@ -8,6 +8,7 @@
 #undef FD_PRIMITIVES
 #undef FD_REGISTERS
 #undef FD_INTEGERS
+#undef FD_MOST
 #undef VL
 #undef vf
 #undef vi

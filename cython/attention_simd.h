@@ -5,6 +5,7 @@
  * the bits do not depend on how a loop was unrolled. */
 
 #define FD_INLINE static inline __attribute__((always_inline))
+#define FD_MOST (VL > 8 ? 8 : 4) /* query vectors that one pass over rows takes, their accumulators in registers */
 #define FD_UNROLL _Pragma("GCC unroll 8") /* before the arrays of vectors are split into registers */
 #define FD_ROLLED _Pragma("GCC unroll 1")
 #if defined(__x86_64__) && !defined(FD_EMULATE_AVX512)

@@ -5,6 +5,14 @@
  * registers, and together with anything else they would not (measured: half the speed). The products wanted per
  * loaded vector decide the shapes: 12 accumulators hide the latency of fma, 8 do nearly. */
 
+/* Makes something of each number of query vectors. */
+#if VL > 8
+#define FD_EACH(MAKE, DTYPE) \
+    MAKE(1, DTYPE) MAKE(2, DTYPE) MAKE(3, DTYPE) MAKE(4, DTYPE) MAKE(5, DTYPE) MAKE(6, DTYPE) MAKE(7, DTYPE) MAKE(8, DTYPE)
+#else
+#define FD_EACH(MAKE, DTYPE) MAKE(1, DTYPE) MAKE(2, DTYPE) MAKE(3, DTYPE) MAKE(4, DTYPE)
+#endif
+
 /* Fetches the memory that is to be read next, in step with the arithmetic on what is there: a burst would fill the
  * miss buffers and stall the loads behind it. Offsets and the pace are in 1/256 bytes. */
 typedef struct {
@@ -22,7 +30,8 @@ FD_INLINE void ISA(advance)(ISA(stream) *s) {
 
 /* Vectors of V that a pass over the tokens adds up; no more than 64 dimensions, which the smaller heads have. */
 FD_INLINE int ISA(tile_width)(int H) {
-    if (FD_REGISTERS > 16) return VL > 8 || H > 2 ? 4 : 8;
+    if (VL > 8) return H > 6 ? 2 : 4;
+    if (FD_REGISTERS > 16) return H > 2 ? 4 : 8;
     return H == 1 ? 8 : H == 4 && VL > 4 ? 2 : 4;
 }
 /* Dimensions of a row that are whole vectors. */
@@ -63,7 +72,7 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int lanes, const 
                               const char *v, const size_t row, const int from, const int to, ISA(stream) *stream,
                               float *acc, const int dim, const int d) {
     ISA(stream) s = *stream;
-    vf a[4][8];
+    vf a[FD_MOST][8];
     FD_UNROLL
     for (int h = 0; h < H; h++)
         FD_UNROLL
@@ -81,7 +90,7 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int lanes, const 
                 for (int j = 0; j < NV; j++) a[h][j] = ISA(fma)(w, x[j], a[h][j]);
             }
         } else {
-            vf w[4];
+            vf w[FD_MOST];
             FD_UNROLL
             for (int h = 0; h < H; h++) w[h] = ISA(splat)(weights[h * FD_SCORES + t]);
             FD_UNROLL
@@ -120,7 +129,7 @@ typedef void (*ISA(add_fn))(const float *weights, const char *v, size_t row, int
         if (VL > 8 && d < dim)                                                                                     \
             ISA(add_slice)(H, 1, 8, FD_##DTYPE, weights, v, row, from, to, stream, acc, dim, d);                   \
     }
-#define FD_TILES(DTYPE) FD_TILE(1, DTYPE) FD_TILE(2, DTYPE) FD_TILE(3, DTYPE) FD_TILE(4, DTYPE)
+#define FD_TILES(DTYPE) FD_EACH(FD_TILE, DTYPE)
 FD_TILES(FP32)
 FD_TILES(FP16)
 FD_TILES(BF16)
@@ -131,13 +140,15 @@ FD_TILES(INT4)
 #undef FD_TILES
 #undef FD_TILE
 
-#define FD_ROW(KIND, DTYPE) {ISA(KIND##_1_##DTYPE), ISA(KIND##_2_##DTYPE), ISA(KIND##_3_##DTYPE), ISA(KIND##_4_##DTYPE)}
+#define FD_NAMED(H, DTYPE) ISA(add_##H##_##DTYPE),
+#define FD_ROW(DTYPE) {FD_EACH(FD_NAMED, DTYPE)}
 /* by dtype and H - 1 */
 #if FD_INTEGERS
-static const ISA(add_fn) ISA(adds)[3][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16)};
-static const ISA(add_integers_fn) ISA(adds_integers)[2][4] = {FD_ROW(add, INT8), FD_ROW(add, INT4)};
+static const ISA(add_fn) ISA(adds)[3][FD_MOST] = {FD_ROW(FP32), FD_ROW(FP16), FD_ROW(BF16)};
+static const ISA(add_integers_fn) ISA(adds_integers)[2][FD_MOST] = {FD_ROW(INT8), FD_ROW(INT4)};
 #else
-static const ISA(add_fn) ISA(adds)[5][4] = {FD_ROW(add, FP32), FD_ROW(add, FP16), FD_ROW(add, BF16), FD_ROW(add, INT8),
-                                            FD_ROW(add, INT4)};
+static const ISA(add_fn) ISA(adds)[5][FD_MOST] = {FD_ROW(FP32), FD_ROW(FP16), FD_ROW(BF16), FD_ROW(INT8), FD_ROW(INT4)};
 #endif
 #undef FD_ROW
+#undef FD_NAMED
+#undef FD_EACH

@@ -8,10 +8,10 @@ typedef struct {
     int from, to, groups;
 } ISA(step_scales);
 
-/* Weights of up to 4 vectors for one step's tokens. */
+/* Weights of up to FD_MOST vectors for one step's tokens. */
 typedef struct {
-    vi *pairs;              /* [4][groups][FD_BLOCK / WORDS]: lane i holds those of tokens i and i + VL */
-    float *worth, *minima;  /* [4][groups]: what one of the integers is worth; the weighted sum of the minima */
+    vi *pairs;              /* [FD_MOST][groups][FD_BLOCK / WORDS]: lane i holds those of tokens i and i + VL */
+    float *worth, *minima;  /* [FD_MOST][groups]: what one of the integers is worth; the weighted sum of the minima */
     int groups;             /* 1 for int8 */
 } ISA(weights);
 
@@ -100,7 +100,7 @@ FD_INLINE void ISA(add_pairs)(const int H, const int NV, const int lanes, const 
     enum { PAIRS = FD_BLOCK / ISA(WORDS) };
     ISA(stream) s = *stream;
     const int g = dtype == FD_INT4 ? d / 32 : 0, groups = w->groups;
-    vi a[4][8];
+    vi a[FD_MOST][8];
     FD_UNROLL
     for (int h = 0; h < H; h++)
         FD_UNROLL
@@ -126,7 +126,7 @@ FD_INLINE void ISA(add_pairs)(const int H, const int NV, const int lanes, const 
             for (int h = 0; h < H; h++) {
                 const vi weight = ISA(spread)(weights + (size_t)(h * groups) * PAIRS * sizeof(vi));
                 FD_UNROLL
-                for (int j = 0; j < NV; j++) a[h][j] += ISA(madd)(x[j], weight);
+                for (int j = 0; j < NV; j++) a[h][j] = ISA(madd_to)(a[h][j], x[j], weight);
             }
         }
     }
@@ -161,12 +161,6 @@ typedef void (*ISA(add_integers_fn))(const ISA(weights) *w, const char *v, size_
             ISA(add_pairs)(H, VL < 8 ? 8 / VL : 1, VL < 8 ? VL : 8, FD_##DTYPE, w, v, row, from, to, stream, acc,   \
                            dim, d);                                                                                 \
     }
-FD_TILE(1, INT8)
-FD_TILE(2, INT8)
-FD_TILE(3, INT8)
-FD_TILE(4, INT8)
-FD_TILE(1, INT4)
-FD_TILE(2, INT4)
-FD_TILE(3, INT4)
-FD_TILE(4, INT4)
+FD_EACH(FD_TILE, INT8)
+FD_EACH(FD_TILE, INT4)
 #undef FD_TILE

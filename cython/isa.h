@@ -15,7 +15,8 @@ static inline int isa_cpu_has(const char *name) {
 #endif
     if (!strcmp(name, "avx512"))
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni");
 #elif defined(__aarch64__)
     if (!strcmp(name, "neon")) return 1; /* part of every ARMv8 */
 #endif

@@ -13,7 +13,7 @@
 #ifdef FD_EMULATE_AVX512
 #pragma GCC target("avx2,fma,f16c")
 #else
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 #endif
 
 typedef union {
