@@ -38,8 +38,9 @@ FD_INLINE int ISA(tile)(int left) {
 /* Rows of V that a pass handles at a time: they and the rows fetched meanwhile stay in L1. Divides FD_BLOCK. */
 FD_INLINE int ISA(step_rows)(size_t row) {
     const int least = (int)fd_max(FD_STEP_ROWS, 2 * VL); /* integers go in pairs of vectors */
+    const size_t most = VL > 8 ? 2 * FD_STEP_BYTES : FD_STEP_BYTES; /* passes are half as long, and L1 caches larger */
     int rows = FD_BLOCK;
-    while (rows > least && rows * row > FD_STEP_BYTES) rows /= 2;
+    while (rows > least && rows * row > most) rows /= 2;
     return rows;
 }
 

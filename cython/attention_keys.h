@@ -23,7 +23,8 @@ FD_INLINE vf ISA(key_lanes)(const char *tiles, const size_t tile, const int v, c
 }
 
 /* One dimension: products of H queries' values and TV vectors. */
-FD_INLINE void ISA(key_products)(const int H, const int TV, vf a[FD_MOST][8], const vf *x, const float *q, const int dim) {
+FD_INLINE void ISA(key_products)(const int H, const int TV, vf a[FD_MOST][8], const vf *x, const float *q,
+                                 const size_t dim) {
     if (TV > H) {
         vf y[FD_MOST];
         FD_UNROLL
@@ -45,14 +46,15 @@ FD_INLINE void ISA(key_products)(const int H, const int TV, vf a[FD_MOST][8], co
 
 FD_INLINE void ISA(dot_numbers)(const int H, const int TV, const int dtype, vf a[FD_MOST][8], const float *q, const int dim,
                                 const char *k, const size_t tile, ISA(stream) *s) {
-    for (int d = 0; d < dim; d += FD_CHUNK) {
+    const size_t chunk = (size_t)FD_CHUNK * FD_TILE_TOKENS * (dtype == FD_FP32 ? 4 : 2);
+    for (const float *end = q + dim; q < end; q += FD_CHUNK, k += chunk) {
         ISA(advance)(s);
         FD_UNROLL
-        for (int e = d; e < d + FD_CHUNK; e++) {
+        for (int e = 0; e < FD_CHUNK; e++) {
             vf x[8];
             FD_UNROLL
             for (int v = 0; v < TV; v++) x[v] = ISA(key_lanes)(k, tile, v, (size_t)e, dtype);
-            ISA(key_products)(H, TV, a, x, q + e, dim);
+            ISA(key_products)(H, TV, a, x, q + e, (size_t)dim);
         }
     }
 }
@@ -179,7 +181,7 @@ FD_INLINE void ISA(dot_bytes)(const int H, const int TV, vf a[FD_MOST][8], const
             even[v] = __builtin_convertvector(x << 16 >> 16, vf);
             odd[v] = __builtin_convertvector(x >> 16, vf);
         }
-        ISA(key_products)(H, TV, a, even, q + d, dim);
+        ISA(key_products)(H, TV, a, even, q + d, (size_t)dim);
         ISA(key_products)(H, TV, a, odd, q + d + 1, dim);
     }
     FD_UNROLL

@@ -78,7 +78,8 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int lanes, const 
         FD_UNROLL
         for (int j = 0; j < NV; j++) a[h][j] = ISA(load_lanes)(acc + h * dim + d + j * VL, 0, FD_FP32, lanes);
     const char *vt = v + from * row;
-    for (int t = from; t < to; t++, vt += row) {
+    int t = from; /* before `to` */
+    do {
         ISA(advance)(&s);
         if (H > NV || dtype == FD_INT4) {
             vf x[8 + ISA(BLOCK_VECTORS)];
@@ -100,7 +101,8 @@ FD_INLINE void ISA(add_slice)(const int H, const int NV, const int lanes, const 
                 for (int h = 0; h < H; h++) a[h][j] = ISA(fma)(w[h], x, a[h][j]);
             }
         }
-    }
+        vt += row;
+    } while (++t < to);
     FD_UNROLL
     for (int h = 0; h < H; h++)
         FD_UNROLL
