@@ -24,12 +24,12 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     # Instructions that the oldest CPU of an architecture lacks, by name and operands as objdump
     # prints them. The first group that matches is the one an instruction belongs to.
     "x86_64": {
-        "beyond AVX-512 F, BW, VL and DQ": r"v(pdp(bu|wu|ws|bs)|dpbf16|cvtne.*bf16|pmadd52|permb"
+        "beyond AVX-512 F, BW, VL, DQ and VNNI": r"v(pdp(bs|buu|wu|wsu)|dpbf16|cvtne.*bf16|pmadd52|permb"
         r"|perm[it]2b|pmultishift|pshufbitqmb|p(com|ex)press?[bw]|pexpand[bw]|psh[lr]d|popcnt"
         r"|plzcnt|pconflict|p2intersect|gf2p8|aes|pclmul|sha|sm[34]|exp2p|rcp28|rsqrt28|4f)|.*%tmm",
         "avx512": r"v.*(%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7])|k\w+ .*%k[0-7]"
         r"|v(pternlog|permi2|permt2|pmov(us|s)?(q[bwd]|d[bw]|wb)\b|pmov([bwdq]2m|m2)|align[dq]"
-        r"|rndscale|getexp|getmant|scalef|fixupimm|reduce|range|pcompress|pexpand|compressp|expandp"
+        r"|pdp(bus|wss)d|rndscale|getexp|getmant|scalef|fixupimm|reduce|range|pcompress|pexpand|compressp|expandp"
         r"|movdq[ua](8|16|32|64)|p(and|or|xor|andn)[dq]\b|pmullq|psraq|prol|pror|pabsq"
         r"|pm(ax|in)[us]q|(broadcast|extract|insert|shuf)[fi](32|64))",
         "avx": r"v(?!er[rw])",
@@ -90,7 +90,7 @@ EXPECTED: Mapping[str, tuple[Expected, ...]] = {
         Expected("_attention", rf"fd_avx512_{ATTENTION}", (r"vfmadd\w+ps .*%zmm",), (LIBM,)),
         Expected("_attention", r"fd_avx512_(dot|add)_\w*FP16", (r"vcvtph2ps .*%zmm",)),
         Expected("_attention", rf"fd_avx2_{INTEGERS}", (r"vpmaddwd .*%ymm",), (LIBM,)),
-        Expected("_attention", rf"fd_avx512_{INTEGERS}", (r"vpmaddwd .*%zmm",), (LIBM,)),
+        Expected("_attention", rf"fd_avx512_{INTEGERS}", (r"vp(maddwd|dpwssd) .*%zmm",), (LIBM,)),
         Expected("_attention", rf"fd_base_{INTEGERS}", (r"pmaddwd",), (LIBM,)),
         Expected("_attention", rf"fd_base_{ATTENTION}", (r"mulps", r"addps"), (LIBM,)),
         Expected("_dense", r"avx2_\w*tile(\.\w+)*", some=(r"vfmadd\w+ps .*%ymm",)),
