@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from fastdecode_rdma.errors import ConfigError
 
 ISAS = ("avx512", "avx2", "neon", "baseline")
-"""Instruction sets that kernels are written for, best first. avx512 means AVX-512 F, BW, VL, DQ and VNNI
-beside avx2, which means AVX2, FMA and F16C (cython/isa.h)."""
+"""Instruction sets that kernels are written for, best first. avx512 means AVX-512 F, BW, VL, DQ
+and VNNI beside avx2, which means AVX2, FMA and F16C (cython/isa.h)."""
 
 UNPROVEN = frozenset({"neon"})
 """Right on an emulated processor (.ci/kernels), but nobody has run its tests on a real one, or

@@ -24,8 +24,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     # Instructions that the oldest CPU of an architecture lacks, by name and operands as objdump
     # prints them. The first group that matches is the one an instruction belongs to.
     "x86_64": {
-        "beyond AVX-512 F, BW, VL, DQ and VNNI": r"v(pdp(bs|buu|wu|wsu)|dpbf16|cvtne.*bf16|pmadd52|permb"
-        r"|perm[it]2b|pmultishift|pshufbitqmb|p(com|ex)press?[bw]|pexpand[bw]|psh[lr]d|popcnt"
+        "beyond AVX-512 F, BW, VL, DQ and VNNI": r"v(pdp(bs|buu|wu|wsu)|dpbf16|cvtne.*bf16"
+        r"|pmadd52|permb|perm[it]2b|pmultishift|pshufbitqmb|p(com|ex)press?[bw]|pexpand[bw]|psh[lr]d|popcnt"
         r"|plzcnt|pconflict|p2intersect|gf2p8|aes|pclmul|sha|sm[34]|exp2p|rcp28|rsqrt28|4f)|.*%tmm",
         "avx512": r"v.*(%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7])|k\w+ .*%k[0-7]"
         r"|v(pternlog|permi2|permt2|pmov(us|s)?(q[bwd]|d[bw]|wb)\b|pmov([bwdq]2m|m2)|align[dq]"
