@@ -39,7 +39,7 @@ def cpu_model(root: Path = Path("/")) -> str:
     """Returns the processor's name, or its architecture where there is none."""
     for line in _text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model", "cpu model"):
+        if name.strip() in ("model name", "Model", "cpu model") and value.strip():
             return value.strip()
     return platform.machine()
 

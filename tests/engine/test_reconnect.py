@@ -53,7 +53,7 @@ def test_an_address_is_tried_with_growing_delays_until_it_answers(
     times = [when for address, when in tries if address == "a"]
     assert len(times) == 4 and sum(address == "b" for address, _ in tries) == 1
     assert times[3] - times[2] > 1.5 * (times[1] - times[0])
-    wait_for(lambda: reconnector._thread is None)  # nothing to do, no thread
+    wait_for(lambda: not reconnector._tried)  # nothing to do, no thread
     reconnector.lost("b")
     wait_for(lambda: reconnector._back)
     reconnector.close()
@@ -77,7 +77,7 @@ def test_closing_closes_what_nobody_took_and_what_comes_too_late() -> None:
     reconnector.close()
     wait_for(lambda: len(links) == 2 and all(link.closed for link in links))
     reconnector.lost("late")
-    assert reconnector.take() == [] and reconnector._thread is None
+    assert reconnector.take() == [] and not reconnector._tried
 
 
 def test_an_address_that_does_not_answer_holds_up_nobody() -> None:
@@ -101,4 +101,24 @@ def test_an_address_that_does_not_answer_holds_up_nobody() -> None:
     reconnector.close()
     assert time.monotonic() - started < 0.05
     hang.set()
-    wait_for(lambda: reconnector._thread is None)
+    wait_for(lambda: not reconnector._tried)
+
+
+def test_an_address_that_does_not_answer_delays_no_other() -> None:
+    hang, link = threading.Event(), Link()
+
+    def connect(address: str) -> Link:
+        if address == "gone":
+            assert hang.wait(10)
+            raise TransportError("no answer")
+        return link
+
+    reconnector = Reconnector(connect)
+    reconnector.lost("gone")
+    time.sleep(0.2)  # the try is under way
+    reconnector.lost("restarted")
+    wait_for(lambda: reconnector.take() == [link])
+    assert reconnector._tried == {"gone"}
+    reconnector.close()
+    hang.set()
+    wait_for(lambda: not reconnector._tried)

@@ -219,6 +219,15 @@ def test_memory_is_touched_or_not_as_asked(start_worker):
     assert start_worker("--touch").lines[0] != state
 
 
+def test_starting_takes_no_memory_for_what_is_only_allowed(start_worker):
+    def peak_kib(memory):
+        worker = start_worker("--memory", memory, "--no-touch")
+        with open(f"/proc/{worker.process.pid}/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+
+    assert peak_kib("4GiB") - peak_kib("64MiB") < 16 << 10
+
+
 def test_numa_nodes_are_named(start_worker, spawn):
     lists = ";".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     lines = start_worker(FASTDECODE_NUMA_NODES=lists).lines
