@@ -12,7 +12,7 @@ from types import TracebackType
 
 from fastdecode_rdma.engine.loop import EngineLoop
 from fastdecode_rdma.engine.options import GeneratorOptions, as_path, resolve_model_dir
-from fastdecode_rdma.engine.report import take_stats
+from fastdecode_rdma.engine.report import model_info, take_stats
 from fastdecode_rdma.engine.setup import EngineParts, build_engine
 from fastdecode_rdma.engine.trace import Recorder, Trace
 from fastdecode_rdma.errors import ConfigError
@@ -383,6 +383,12 @@ class Generator:
     def max_model_len(self) -> int:
         """Tokens that one sequence may hold, prompt and answer."""
         return self._encoder.max_model_len
+
+    @property
+    def model_info(self) -> dict[str, object]:
+        """What the numbers of a result depend on, beside the model: `model_dtype` of the dense
+        layers, `kv_cache_dtype`, `quantization`, `deterministic` and the instruction set `isa`."""
+        return model_info(self._parts)
 
     def stats(self) -> GeneratorStats:
         """Returns counters, latencies, where the time went and how full the workers are; they stay

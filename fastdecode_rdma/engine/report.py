@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fastdecode_rdma.config import DTYPE_ALIASES
 from fastdecode_rdma.engine.setup import EngineParts
 from fastdecode_rdma.stats import GeneratorStats, WorkerStats
+
+
+def model_info(parts: EngineParts) -> dict[str, object]:
+    """Returns what the numbers of a result depend on, beside the model."""
+    geometry, options = parts.backend.geometry, parts.options
+    names = {short: name for name, short in reversed(DTYPE_ALIASES.items())}
+    return {
+        "model_dtype": names[geometry.wire_dtype],
+        "kv_cache_dtype": geometry.kv_dtype,
+        "quantization": options.quantization,
+        "deterministic": options.deterministic,
+        "isa": parts.ops.isa,
+    }
 
 
 def take_stats(

@@ -145,7 +145,7 @@ class FastDecodeLM(TemplateLM):
         """What goes into the results beside the arguments."""
         from fastdecode_rdma import __version__
 
-        return {"model_dtype": "float32", "fastdecode_rdma": __version__}
+        return {**self.generator.model_info, "fastdecode_rdma": __version__}
 
     # -- text and tokens
 

@@ -203,4 +203,6 @@ def test_bad_arguments(
 
 def test_the_generator_that_the_harness_opens_can_be_used(tiny: FastDecodeLM) -> None:
     assert isinstance(tiny.generator, Generator) and tiny.max_gen_toks == 20
-    assert tiny.get_model_info()["model_dtype"] == "float32"
+    info = tiny.get_model_info()
+    assert info["model_dtype"] == "float32" and info["kv_cache_dtype"] == "fp32"
+    assert info["quantization"] is None and info["isa"] == tiny.generator.stats().isa
