@@ -58,9 +58,9 @@ class _Engine:
     def __init__(self, spec: EngineSpec) -> None:
         options = dict(spec.options)
         if spec.addresses:
-            self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-")
+            self._token = _TokenFile(spec.token)
             options["workers"] = list(spec.addresses)
-            options["token_file"] = _write_token(Path(self._folder.name), spec.token)
+            options["token_file"] = self._token.path
         self._generator = Generator.from_pretrained(spec.model, **options)
 
     async def _answer(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
@@ -78,12 +78,22 @@ class _Engine:
         return handle.result()
 
 
-def _write_token(folder: Path, token: bytes) -> Path:
-    path = folder / "token"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(fd, "w", encoding="ascii") as file:
-        file.write(token.hex() + "\n")
-    return path
+class _TokenFile:
+    """The workers' token as a file, which is read again for every connection. Ray ends actors
+    without a goodbye: where it can be, the file is in memory and ends with the process."""
+
+    def __init__(self, token: bytes) -> None:
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("fastdecode token")
+            self.path = Path(f"/proc/self/fd/{fd}")
+        else:
+            self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-")
+            self.path = Path(self._folder.name) / "token"
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.fchmod(fd, 0o600)
+        self._file = open(fd, "w", encoding="ascii")  # noqa: SIM115: it stays open
+        self._file.write(token.hex() + "\n")
+        self._file.flush()
 
 
 class TableEngine(_Engine):
