@@ -91,7 +91,7 @@ class _TokenFile:
             self.path = Path(self._folder.name) / "token"
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(fd, 0o600)
-        self._file = open(fd, "w", encoding="ascii")  # noqa: SIM115: it stays open
+        self._file = open(fd, "w", encoding="ascii")  # noqa: SIM115 (it stays open)
         self._file.write(token.hex() + "\n")
         self._file.flush()
 
