@@ -18,6 +18,7 @@ from typing import Any
 from fastdecode_rdma import __version__, numa, pages
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.isa import ISA_VARIABLE, UNPROVEN
+from fastdecode_rdma.transport.pinned import try_pinning
 from fastdecode_rdma.transport.rdma_facts import find_rdma, format_rdma
 from fastdecode_rdma.worker import limits
 from fastdecode_rdma.worker.memory import SLAB_BYTES, SlabPool
@@ -184,6 +185,7 @@ def find_all() -> dict[str, Any]:
         "numa": find_numa,
         "verbs": find_verbs,
         "rdma": find_rdma,
+        "gpu_memory": try_pinning,
     }
     facts = {name: find() for name, find in sections.items()}
     facts["used"] = what_is_used(facts)
@@ -265,6 +267,8 @@ def format_lines(facts: dict[str, Any]) -> str:
         ),
         ("NUMA", _numa_line(facts["numa"])),
         ("RDMA", format_rdma(facts["rdma"])),
+        ("GPU pins rows", facts["gpu_memory"]["pinned"]),
+        ("GPUDirect", facts["gpu_memory"]["gpudirect"]),
         *((f"use: {name}", text) for name, text in facts["used"].items()),
     ]
     width = max(len(name) for name, _ in rows)

@@ -79,6 +79,8 @@ class WorkerStats:
     worker: its number. address: where it listens, or "embedded". transport: "shm", "rdma", "tcp",
         "loopback". fallback_reason: why it is not a better one, where there was a choice.
     transport_detail: for rdma the ports, GIDs, MTU and queue pairs in use, and the runners-up.
+    pinned, gpudirect: whether the engine's GPU reaches the row buffers, and the adapter the GPU's
+        memory, directly, or why not.
     is_alive: whether it takes part.
     kv_cache_usage: share (0 to 1) of its KV memory that sequences of this generator hold.
     kv_cache_bytes, kv_cache_capacity_bytes: the same in bytes.
@@ -103,6 +105,8 @@ class WorkerStats:
     kernel_s: float
     fallback_reason: str = ""
     transport_detail: str = ""
+    pinned: str = ""
+    gpudirect: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from fastdecode_rdma.config import NUM_DECODE_TABLES, AttentionGeometry
 from fastdecode_rdma.errors import ConfigError, WorkerLostError
 from fastdecode_rdma.transport._pump import Pump
 from fastdecode_rdma.transport.base import FrameSizes, PortTimeout, Transport
+from fastdecode_rdma.transport.pinned import Pins
 from fastdecode_rdma.wire.frame import (
     FrameKind,
     pack_fork,
@@ -36,7 +37,8 @@ _NUMPY_DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 class WorkerInfo:
     """What is known of a worker. `capacity_bytes` is its whole KV limit, shared by its engines;
     `fallback_reason` says why better planes than `transport` are not used, where one was free to
-    choose, `transport_detail` over what it goes where there is more to say."""
+    choose, `transport_detail` over what it goes where there is more to say; `pinned` and
+    `gpudirect` whether a GPU maps the row buffers and an adapter the GPU's memory, or why not."""
 
     name: str
     capacity_bytes: int
@@ -48,6 +50,8 @@ class WorkerInfo:
     alive: bool = True
     fallback_reason: str = ""
     transport_detail: str = ""
+    pinned: str = ""
+    gpudirect: str = ""
 
 
 class WorkerLink(ABC):
@@ -84,10 +88,13 @@ class AttentionBackend:
         geometry: AttentionGeometry,
         *,
         timeout_s: float = 60.0,
+        pins: Pins | None = None,
     ) -> None:
+        """`pins`: of the GPU that computes the rows; None: none does."""
         if not workers:
             raise ConfigError("an engine needs at least one attention worker")
         self.geometry = geometry
+        self.pins = Pins() if pins is None else pins
         self._timeout_s = timeout_s
         self._pump = Pump(FrameSizes.of(geometry), timeout_s=timeout_s)
         self._workers: list[WorkerLink] = []
@@ -101,6 +108,8 @@ class AttentionBackend:
         for table in tables:
             buffers = (self.send_rows[table], self.recv_rows[table], self.row_status[table])
             send, recv, status = (buffer.ctypes.data for buffer in buffers)
+            for buffer in buffers:
+                self.pins.pin(buffer.ctypes.data, buffer.nbytes)
             self._pump.set_buffers(table, send=send, recv=recv, status=status, owner=buffers)
         for worker in workers:
             self.add_worker(worker)
@@ -281,9 +290,12 @@ class AttentionBackend:
     def info(self, worker: int) -> WorkerInfo:
         """Returns what is known of a worker, and whether it is alive."""
         known = self._workers[worker].info
-        if not self._closed and not self._pump.is_lost(worker):
-            return known
-        return WorkerInfo(**{**vars(known), "alive": False})
+        return replace(
+            known,
+            alive=not self._closed and not self._pump.is_lost(worker),
+            pinned=self.pins.state,
+            gpudirect=self.pins.gpudirect(known.transport),
+        )
 
     def infos(self) -> list[WorkerInfo]:
         """Returns what is known of all workers, by number."""
@@ -306,6 +318,7 @@ class AttentionBackend:
         self._pump.close()
         for worker in self._workers:
             worker.close()
+        self.pins.release()  # nothing is under way any more; the pages go with their arrays
 
 
 def _pages(shape: tuple[int, ...], dtype: type) -> np.ndarray:

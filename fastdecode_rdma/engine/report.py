@@ -84,6 +84,8 @@ def _worker(parts: EngineParts, index: int, counted: Mapping[str, int]) -> Worke
         transport=info.transport,
         fallback_reason=info.fallback_reason,
         transport_detail=info.transport_detail,
+        pinned=info.pinned,
+        gpudirect=info.gpudirect,
         is_alive=info.alive,
         kv_cache_usage=_share(used, capacity),
         kv_cache_bytes=used,

@@ -1,14 +1,11 @@
 """Queue pairs through pyverbs, rdma-core's own Python binding, and nothing else that imports it.
 
-The calls are those of `_verbs.VerbsQueue`, so one can stand for the other; here every message takes
-the interpreter's lock and makes Python objects, which costs some tens of microseconds.
+The calls are those of `_verbs.VerbsQueue`, so one can stand for the other.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,10 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdecode_rdma.errors import TransportError
-from fastdecode_rdma.transport._rdma import RECEIVED, SENT, explain_status
-
-_RECEIVE = (1 << 64) - 1
-"""The number of a receive's work request; that of a write is its count."""
+from fastdecode_rdma.transport.rdma_python import LIMITS, RECEIVE, PythonQueue
 
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 _channel_lock = threading.Lock()
@@ -73,28 +67,20 @@ def _doing(what: str) -> Iterator[None]:
         raise OSError(number or None, f"{what}: {text}") from error
 
 
-class PyverbsQueue:
+class PyverbsQueue(PythonQueue):
     """A queue pair on one port of a device, over memory that it registers and the caller keeps."""
 
     def __init__(self, device: str) -> None:
+        super().__init__()
         self.v = load_pyverbs()
-        self.fd = -1
-        self.max_inline = 0
-        self._closing: list[Any] = []  # in the order of making
-        self._route = ""
         with _doing("opening the RDMA device"):
             self._context = self._own(self.v.Context(name=device))
-
-    def _own(self, thing: Any) -> Any:
-        self._closing.append(thing)
-        return thing
 
     def limits(self) -> dict[str, int]:
         """Returns what the device allows: bytes of a registration, and numbers of things."""
         with _doing("asking the RDMA device for its limits"):
             found = self._context.query_device()
-        names = ("max_mr_size", "max_qp_wr", "max_cqe", "max_mr", "max_qp")
-        return {name: int(getattr(found, name)) for name in names}
+        return {name: int(getattr(found, name)) for name in LIMITS}
 
     def active_mtu(self, port: int) -> int:
         """Returns the code of the port's MTU: 1 for 256 bytes, up to 5 for 4096."""
@@ -165,14 +151,6 @@ class PyverbsQueue:
             else:
                 self.max_inline = max_inline
                 return made
-
-    @property
-    def qp_num(self) -> int:
-        return self._qp.qp_num
-
-    @property
-    def rkey(self) -> int:
-        return self._mr.rkey
 
     def connect(
         self,
@@ -253,24 +231,9 @@ class PyverbsQueue:
         """Posts `count` more empty receives."""
         self._check_open()
         empty = self.v.SGE(self._slots, 0, self._mr.lkey)
-        request = self.v.RecvWR(wr_id=_RECEIVE, num_sge=1, sg=[empty])
+        request = self.v.RecvWR(wr_id=RECEIVE, num_sge=1, sg=[empty])
         for _ in range(count):
             self._qp.post_recv(request)
-
-    def poll(self, limit: int) -> list[tuple[int, int, int, int, int]]:
-        """Takes completions: (kind, status, imm, nbytes, count)."""
-        self._check_open()
-        with _doing("polling"):
-            _, done = self._cq.poll(limit)
-        events = []
-        for wc in done:
-            if wc.status:
-                events.append((SENT, wc.status, 0, 0, 0))
-            elif wc.wr_id == _RECEIVE:
-                events.append((RECEIVED, 0, socket.ntohl(wc.imm_data), wc.byte_len, 0))
-            else:
-                events.append((SENT, 0, 0, 0, wc.wr_id))
-        return events
 
     def arm(self) -> None:
         """The next completion makes the descriptor readable."""
@@ -278,42 +241,13 @@ class PyverbsQueue:
         with _doing("arming the completion queue"):
             self._cq.req_notify()
 
-    def disarm(self) -> None:
-        """Takes what made it readable."""
-        if not self._closing:
-            return
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN)
-        while poller.poll(0):
-            self._channel.get_cq_event(self._cq)
-            self._cq.ack_events(1)
+    def _completions(self, limit: int) -> list[Any]:
+        with _doing("polling"):
+            return self._cq.poll(limit)[1]
 
-    def _check_open(self) -> None:
-        if not self._closing:
-            raise OSError(errno.ENOTCONN, "the queue pair is closed")
-
-    def explain(self, status: int) -> str:
-        """Returns what the status of a failed completion means."""
-        return explain_status(status, self._route)
-
-    def close(self) -> None:
-        """Ends the queue pair, then the registration. Idempotent.
-
-        Raises:
-            OSError: the device refused; all else is closed.
-        """
-        if self.fd >= 0:
-            self.disarm()  # a queue with events that nobody took cannot be destroyed
-        owned, self._closing = self._closing[::-1], []
-        refused = None
-        # memory and queues hang on each other in this order: pair, completions, channel, memory
-        for thing in owned:
-            try:
-                thing.close()
-            except Exception as error:
-                refused = refused or error
-        if refused is not None:
-            raise OSError(None, f"closing a queue pair: {refused}") from refused
+    def _take_event(self) -> None:
+        self._channel.get_cq_event(self._cq)
+        self._cq.ack_events(1)
 
 
 def _event_fds() -> set[int]:

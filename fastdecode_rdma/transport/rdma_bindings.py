@@ -1,4 +1,4 @@
-"""Which binding to libibverbs drives RDMA here: the compiled queue pairs, or pyverbs."""
+"""Which binding to libibverbs drives RDMA here: the compiled queue pairs, pyverbs, or ibverbs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fastdecode_rdma.errors import ConfigError, TransportError
 
 ENV_VERBS = "FASTDECODE_VERBS"
-NATIVE, PYVERBS = "native", "pyverbs"
+NATIVE, PYVERBS, IBVERBS = "native", "pyverbs", "ibverbs"
 
 INSTALL_COMMANDS = {
     # /etc/os-release's ID or ID_LIKE -> what brings libibverbs, its drivers and its headers
@@ -26,7 +26,7 @@ _REBUILD = "pip install --force-reinstall --no-deps ."
 
 
 class Queue(Protocol):
-    """A queue pair: `_verbs.VerbsQueue` or `rdma.PyverbsQueue`. OSError says what failed."""
+    """A queue pair: `_verbs.VerbsQueue` or a `PythonQueue`. OSError says what failed."""
 
     fd: int
     qp_num: int
@@ -90,8 +90,18 @@ def _load_pyverbs() -> Binding:
     return Binding(PYVERBS, f"pyverbs {module.pyverbs_version()}", module.PyverbsQueue)
 
 
-_LOADERS: Mapping[str, Callable[[], Binding]] = {NATIVE: _load_native, PYVERBS: _load_pyverbs}
-"""The faster first."""
+def _load_ibverbs() -> Binding:
+    module = import_module("fastdecode_rdma.transport.rdma_ibverbs")
+    module.load_ibverbs()
+    return Binding(IBVERBS, f"ibverbs {module.ibverbs_version()}", module.IbverbsQueue)
+
+
+_LOADERS: Mapping[str, Callable[[], Binding]] = {
+    NATIVE: _load_native,
+    PYVERBS: _load_pyverbs,
+    IBVERBS: _load_ibverbs,
+}
+"""The fastest first, then rdma-core's own."""
 
 
 def find_binding(environ: Mapping[str, str] = os.environ) -> Binding:
@@ -103,7 +113,7 @@ def find_binding(environ: Mapping[str, str] = os.environ) -> Binding:
     """
     forced = environ.get(ENV_VERBS) or None
     if forced is not None and forced not in _LOADERS:
-        raise ConfigError(f"{ENV_VERBS} must be {' or '.join(_LOADERS)}, got {forced!r}")
+        raise ConfigError(f"{ENV_VERBS} must be one of {', '.join(_LOADERS)}, got {forced!r}")
     reasons = []
     for name in _LOADERS if forced is None else (forced,):
         try:

@@ -61,7 +61,7 @@ def pair() -> Pair:
     return choose(ports, ports).pairs[0]
 
 
-@pytest.fixture(params=["native", "pyverbs"])
+@pytest.fixture(params=["native", "pyverbs", "ibverbs"])
 def binding(request: pytest.FixtureRequest) -> Binding:
     return find_binding({"FASTDECODE_VERBS": request.param})
 

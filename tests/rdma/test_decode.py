@@ -85,7 +85,7 @@ class TinyModel:
         return {handle: (tokens[handle], logprobs[handle]) for handle in tokens}
 
 
-@pytest.mark.parametrize("ours", ["native", "pyverbs"])
+@pytest.mark.parametrize("ours", ["native", "pyverbs", "ibverbs"])
 def test_a_batch_over_rdma_is_each_sequence_alone_over_tcp(serve, connect, monkeypatch, ours):
     monkeypatch.setenv("FASTDECODE_VERBS", ours)
     alone = connect([serve().url])

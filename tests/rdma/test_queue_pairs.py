@@ -24,7 +24,8 @@ from fastdecode_rdma.transport.rdma_limits import MEMORY_BYTES, NUM_SLOTS
 from fastdecode_rdma.transport.rdma_ports import Gid
 from fastdecode_rdma.transport.rdma_wish import Wish
 
-BINDINGS = [("native", "native"), ("pyverbs", "pyverbs"), ("native", "pyverbs")]
+NAMES = ("native", "pyverbs", "ibverbs")
+BINDINGS = [*((name, name) for name in NAMES), ("native", "pyverbs"), ("ibverbs", "native")]
 GENEROUS_S = 30.0  # the guest emulates its processor
 
 
@@ -66,7 +67,7 @@ def test_frames_longer_than_a_slot(make_rdma_rig, new_geometry, ours, theirs):
     assert slots[0].stats()["chunks_sent"] > rig.geometry.num_layers + 1
 
 
-@pytest.mark.parametrize("ours", ["native", "pyverbs"])
+@pytest.mark.parametrize("ours", NAMES)
 def test_uploads_without_replies_are_credited(make_rdma_rig, ours):
     rig, _, slots = make_rdma_rig(ours)
     rig.begin_upload(1, 64)
@@ -127,7 +128,7 @@ def lost(rig, step=2):
     return str(caught.value), time.monotonic() - start_s
 
 
-@pytest.mark.parametrize("ours", ["native", "pyverbs"])
+@pytest.mark.parametrize("ours", NAMES)
 def test_a_wrong_key(make_endpoints, make_rig, pair, ours):  # the rig ends first
     binding = find_binding({"FASTDECODE_VERBS": ours})
     first, second = make_endpoints(binding, binding, connect=False)
@@ -142,7 +143,7 @@ def test_a_wrong_key(make_endpoints, make_rig, pair, ours):  # the rig ends firs
     assert took_s < 10
 
 
-@pytest.mark.parametrize("ours", ["native", "pyverbs"])
+@pytest.mark.parametrize("ours", NAMES)
 def test_a_queue_pair_that_is_gone_exhausts_the_retries(make_endpoints, make_rig, ours):
     binding = find_binding({"FASTDECODE_VERBS": ours})
     first, second = make_endpoints(binding, binding)

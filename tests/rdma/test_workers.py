@@ -23,7 +23,7 @@ def over_rdma(served, options=""):
     return served.url.replace("tcp://", "rdma://") + options
 
 
-@pytest.mark.parametrize("ours", ["native", "pyverbs"])
+@pytest.mark.parametrize("ours", ["native", "pyverbs", "ibverbs"])
 def test_attention_is_the_embedded_workers_to_the_bit(serve, connect, monkeypatch, ours):
     monkeypatch.setenv("FASTDECODE_VERBS", ours)
     driver, embedded = connect([over_rdma(serve())]), connect()

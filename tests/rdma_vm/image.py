@@ -1,7 +1,8 @@
 """What a guest boots from: packages of the host, a kernel and an initramfs out of Debian's own.
 
-Nothing is installed but qemu and small tools; the kernel, pyverbs and perftest are unpacked into a
-cache (`$RDMA_VM_CACHE`, by default ~/.cache/rdma_vm, 90 MB), where guests find them.
+Nothing is installed but qemu and small tools; the kernel, pyverbs, ibverbs and perftest are
+unpacked into a cache (`$RDMA_VM_CACHE`, by default ~/.cache/rdma_vm, 90 MB), where guests find
+them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ PACKAGES = {
 }
 UNPACKED = ("python3-pyverbs", "librdmacm1", "perftest", "libibumad3", "libpci3")
 """Taken along without an installation: python3-pyverbs would bring rdma-core and its services."""
+
+WHEEL = "ibverbs==2026.10.22"
+"""PyPI's binding, taken along too; it needs nothing but libibverbs."""
 
 KERNEL = "linux-image-amd64"  # a metapackage; $RDMA_VM_KERNEL names another one
 
@@ -118,17 +122,19 @@ def build_once(name: str, recipe: object, build: Callable[[Path], None]) -> Path
 
 
 def unpacked_tools() -> Path:
-    """Returns a root folder that holds pyverbs and perftest for the guests."""
+    """Returns a root folder that holds pyverbs, ibverbs and perftest for the guests."""
 
     def build(folder: Path) -> None:
-        say("unpacking " + ", ".join(UNPACKED) + " (once)")
+        say("unpacking " + ", ".join((*UNPACKED, WHEEL)) + " (once)")
         with tempfile.TemporaryDirectory() as scratch:
             os.chmod(scratch, 0o777)  # apt's download runs as a user of its own
             apt("download", *UNPACKED, cwd=Path(scratch))
             for package in sorted(Path(scratch).glob("*.deb")):
                 sh("dpkg-deb", "-x", str(package), str(folder))
+        target = str(folder / "usr/lib/python3/dist-packages")
+        sh(sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, WHEEL)
 
-    return build_once("tools", UNPACKED, build)
+    return build_once("tools", (UNPACKED, WHEEL), build)
 
 
 def boot_image() -> Path:

@@ -8,11 +8,18 @@ import json
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fastdecode_rdma.errors import ConfigError, RemoteProtocolError, TransportError
-from fastdecode_rdma.transport import open_hosts, rdma_bindings, rdma_limits
+from fastdecode_rdma.transport import (
+    open_hosts,
+    rdma,
+    rdma_bindings,
+    rdma_ibverbs,
+    rdma_limits,
+)
 from fastdecode_rdma.transport.address import parse_url
 from fastdecode_rdma.transport.rdma_bindings import Binding, find_binding, install_command
 from fastdecode_rdma.transport.rdma_endpoint import Offer
@@ -87,7 +94,7 @@ def test_a_forced_binding_is_strict(bindings):
     bindings("native")
     with pytest.raises(TransportError, match="pyverbs is broken"):
         find_binding({"FASTDECODE_VERBS": "pyverbs"})
-    with pytest.raises(ConfigError, match="must be native or pyverbs, got 'mine'"):
+    with pytest.raises(ConfigError, match="must be one of native, pyverbs, got 'mine'"):
         find_binding({"FASTDECODE_VERBS": "mine"})
 
 
@@ -120,6 +127,72 @@ def test_pyverbs_that_is_not_there_is_a_typed_error(monkeypatch):
     monkeypatch.setattr("fastdecode_rdma.transport.rdma.import_module", lambda name: without(name))
     with pytest.raises(TransportError, match="pyverbs cannot be imported: No module"):
         find_binding({"FASTDECODE_VERBS": "pyverbs"})
+
+
+@pytest.mark.parametrize(
+    ("enums", "value"),
+    [
+        (("enums",), 1),  # rdma-core 44
+        (("libibverbs_enums",), 2),  # 57, 59
+        (("enums", "libibverbs_enums"), 2),  # the new place wins: the old one is a shim for it
+        ((), None),
+    ],
+)
+def test_pyverbs_constants_are_found_where_this_version_has_them(monkeypatch, enums, value):
+    numbers = {"enums": 1, "libibverbs_enums": 2}
+
+    def fake(name: str) -> SimpleNamespace:
+        part = name.removeprefix("pyverbs.")
+        if part in rdma.MODULES:
+            return SimpleNamespace(**{f"From_{part}": part, "_hidden": 0})
+        if part in enums:
+            return SimpleNamespace(IBV_QPT_RC=numbers[part])
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(rdma, "import_module", fake)
+    if value is None:
+        with pytest.raises(TransportError, match="neither libibverbs_enums nor enums"):
+            rdma.load_pyverbs()
+        return
+    found = rdma.load_pyverbs()
+    assert vars(found.e) == {"IBV_QPT_RC": value}
+    assert {name for name in vars(found) if name != "e"} == {f"From_{it}" for it in rdma.MODULES}
+
+
+def test_pyverbs_for_another_libibverbs_is_a_typed_error(monkeypatch):
+    def fake(name: str):
+        raise ImportError("libibverbs.so.1: version `IBVERBS_PRIVATE_59' not found")
+
+    monkeypatch.setattr(rdma, "import_module", fake)
+    with pytest.raises(TransportError, match="pyverbs cannot be imported: libibverbs"):
+        rdma.load_pyverbs()
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "text"),
+    [
+        (
+            type("RDMAError", (Exception,), {"error_code": errno.ENOMEM})("x"),
+            errno.ENOMEM,
+            "Cannot",
+        ),
+        (type("UserError", (Exception,), {})("no such attribute"), None, "no such attribute"),
+        (PermissionError(errno.EACCES, "as it was"), errno.EACCES, "as it was"),
+    ],
+)
+def test_errors_of_pyverbs_are_those_of_the_system(error, number, text):
+    with pytest.raises(OSError, match=text) as caught, rdma._doing("registering memory"):
+        raise error
+    assert caught.value.errno == number
+
+
+def test_ibverbs_that_is_not_there_or_finds_no_library_is_a_typed_error(monkeypatch):
+    def fake(name: str):
+        raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(rdma_ibverbs, "import_module", fake)
+    with pytest.raises(TransportError, match="ibverbs cannot be imported: libibverbs"):
+        find_binding({"FASTDECODE_VERBS": "ibverbs"})
 
 
 # ---- limits ----

@@ -1,4 +1,4 @@
-"""The contract of data planes (tests/transport/planes), over real queue pairs of either binding."""
+"""The contract of data planes (tests/transport/planes), over real queue pairs of each binding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastdecode_rdma.wire.frame import HEADER_BYTES, Frame
 from fastdecode_rdma.wire.messages import SlotPlan
 
 PATIENCE_S = 20.0  # the guest emulates its processor
-BOTH_BINDINGS = (
+EVERY_BINDING = (
     "rows_of_every_number", "cold_payloads_of_every_length", "arrive_in_order", "slow_worker_holds",
     "planes_mix", "hangs_up_between", "silent_worker", "engine_that_ends", "comes_back",
 )  # fmt: skip
@@ -128,7 +128,7 @@ class PlanesWhenAsked:
         return self._endpoints[side].slots().plane()
 
 
-@pytest.fixture(params=["native", "pyverbs"])
+@pytest.fixture(params=["native", "pyverbs", "ibverbs"])
 def connected(
     request: pytest.FixtureRequest,
     make_endpoints: Callable[..., Any],
@@ -163,15 +163,15 @@ def epoch() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the second binding, which is slower by far, only what goes through its calls: the rest is
-    decided above the queue pair, and with the first binding."""
+    """Of bindings in Python, which are slower by far, only what goes through their calls: the rest
+    is decided above the queue pair, and with the first binding."""
     here = Path(__file__).resolve().parent
     items[:] = [
         item
         for item in items
         if here not in item.path.parents
-        or "[pyverbs" not in item.name
-        or any(words in item.name for words in BOTH_BINDINGS)
+        or "[native" in item.name
+        or any(words in item.name for words in EVERY_BINDING)
     ]
 
 
