@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ LOCAL_STORE_BYTES = 256 << 20
 LOCAL_MORE_CPUS = 2
 """Beside those of engines and workers: for tasks that read and leave out what is done."""
 
+CONNECT_TIMEOUT_S = 5.0
 END_S = 10.0
 """How long a job that is given up may take to end."""
 
@@ -58,6 +60,7 @@ def connected(address: str | None, num_actors: int) -> Iterator[None]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     if address is not None or os.environ.get("RAY_ADDRESS"):
+        _check_answers(address or os.environ["RAY_ADDRESS"])
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
@@ -75,6 +78,23 @@ def connected(address: str | None, num_actors: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for minutes to reach what does not answer.
+
+    Raises:
+        ConfigError: nothing listens there.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", "local": Ray's to find
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot reach Ray at {address}: {error}; `ray status` there shows its address"
+        ) from error
 
 
 def processor_config(

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,16 @@ def test_wrong_options_are_one_line(model, tmp_path, capfd):
         assert main([*options, *more]) == 2
         error = capfd.readouterr().err
         assert words in error and error.count("\n") == 1
+
+
+def test_an_address_where_nothing_listens_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        files_run._check_answers(f"127.0.0.1:{port}")
+        files_run._check_answers("auto")
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=rf"cannot reach Ray at {address}: .*refused"):
+            files_run._check_answers(address)
 
 
 def test_ports_of_workers_are_forgotten_at_the_end(cluster, model):
