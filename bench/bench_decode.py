@@ -104,6 +104,8 @@ class OursInt8(Ours):
 class OursTcp(Ours):
     """This library with one worker process over TCP on loopback."""
 
+    plane = "tcp"
+
     def __init__(self, args: argparse.Namespace) -> None:
         ready = Path(tempfile.mkdtemp()) / "ready"
         self.worker = subprocess.Popen(
@@ -116,13 +118,20 @@ class OursTcp(Ours):
             if time.monotonic() > deadline or self.worker.poll() is not None:
                 raise RuntimeError("the worker did not become ready")
             time.sleep(0.05)
-        self.workers = [next(w for w in ready.read_text().split() if w.startswith("tcp://"))]
+        url = next(word for word in ready.read_text().split() if word.startswith("tcp://"))
+        self.workers = [url.replace("tcp://", f"{self.plane}://")]
         super().__init__(args)
 
     def close(self) -> None:
         super().close()
         self.worker.terminate()
         self.worker.wait(10)
+
+
+class OursShm(OursTcp):
+    """This library with one worker process over shared memory."""
+
+    plane = "shm"
 
 
 class Transformers(Contender):
@@ -250,6 +259,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "embedded": Ours,
     "embedded int8": OursInt8,
     "tcp": OursTcp,
+    "shm": OursShm,
     "transformers fp32": Transformers,
     "transformers bf16": TransformersBf16,
     "llama.cpp": LlamaCpp,

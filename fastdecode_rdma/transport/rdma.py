@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import EnumMeta
 from importlib import import_module, metadata
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ _channel_lock = threading.Lock()
 
 MODULES = ("addr", "cq", "device", "mr", "pd", "qp", "wr", "pyverbs_error")
 ENUM_MODULES = ("libibverbs_enums", "enums")
-"""The constants moved: `enums` up to rdma-core 44 or so, `libibverbs_enums` in later versions."""
+"""The constants moved: `enums` up to rdma-core 44 or so, `libibverbs_enums` in later versions, of
+which those built with Cython 3 keep them as members of enumerations alone."""
 
 
 def load_pyverbs() -> SimpleNamespace:
@@ -40,10 +42,20 @@ def load_pyverbs() -> SimpleNamespace:
         names.update({name: value for name, value in vars(module).items() if name[0] != "_"})
     for name in ENUM_MODULES:
         try:
-            return SimpleNamespace(**names, e=import_module(f"pyverbs.{name}"))
+            return SimpleNamespace(**names, e=_constants(import_module(f"pyverbs.{name}")))
         except ImportError:
             continue
     raise TransportError(f"this pyverbs has no constants: neither {' nor '.join(ENUM_MODULES)}")
+
+
+def _constants(module: Any) -> SimpleNamespace:
+    found: dict[str, int] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, EnumMeta):
+            found.update({member: int(each) for member, each in value.__members__.items()})
+        elif name.startswith("IBV_"):
+            found[name] = int(value)
+    return SimpleNamespace(**found)
 
 
 def pyverbs_version() -> str:

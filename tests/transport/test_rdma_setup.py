@@ -7,6 +7,7 @@ import errno
 import json
 import resource
 from dataclasses import replace
+from enum import IntFlag
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,7 +147,11 @@ def test_pyverbs_constants_are_found_where_this_version_has_them(monkeypatch, en
         if part in rdma.MODULES:
             return SimpleNamespace(**{f"From_{part}": part, "_hidden": 0})
         if part in enums:
-            return SimpleNamespace(IBV_QPT_RC=numbers[part])
+            if part == "enums":
+                return SimpleNamespace(IBV_QPT_RC=numbers[part], __file__="enums.so")
+            return SimpleNamespace(
+                ibv_qp_type=IntFlag("ibv_qp_type", {"IBV_QPT_RC": numbers[part]})
+            )
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(rdma, "import_module", fake)
