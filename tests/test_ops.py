@@ -10,9 +10,18 @@ import torch
 
 import fastdecode_rdma.ops
 from fastdecode_rdma import _dense
+from fastdecode_rdma import ops as ops_module
 from fastdecode_rdma.config import KVGroup
 from fastdecode_rdma.errors import ConfigError
-from fastdecode_rdma.ops import IDLE_POLL_S, CpuOps, GemmChoice, _await_idle_pools, _winner
+from fastdecode_rdma.ops import (
+    IDLE_POLL_S,
+    PROBE_RECHECKS,
+    CpuOps,
+    GemmChoice,
+    _await_idle_pools,
+    _winner,
+    measure_gemm,
+)
 from fastdecode_rdma.reference import ReferenceOps, RopeTable, attention
 
 EPS = torch.finfo(torch.float32).eps
@@ -247,6 +256,25 @@ def test_every_library_backend_computes_the_same_function(backend: str) -> None:
 def test_the_fastest_backend_wins_but_packed_keeps_a_close_race() -> None:
     assert _winner({"packed": [1.4, 1.4], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "packed"
     assert _winner({"packed": [1.6, 1.6], "torch": [1.0, 1.0], "numpy": [2.0, 2.0]}) == "torch"
+
+
+def test_a_disturbed_probe_is_repeated_before_a_library_is_chosen(monkeypatch):
+    """A time slice taken by somebody else makes one number of rows many times slower."""
+    probes = []
+    packed = [[40.0, 1.0, 1.0, 1.0], [1.0, 40.0, 1.0, 1.0]]
+
+    def probe(own, weight, dtype, backend):
+        probes.append(backend)
+        return packed.pop(0) if backend == "packed" else [2.0] * 4
+
+    monkeypatch.setattr(ops_module, "_probe", probe)
+    choice = measure_gemm.__wrapped__(64, 64, "bf16", num_threads=1, isa="scalar")
+    assert choice.backend == "packed" and choice.seconds["packed"] == [1.0] * 4
+    assert probes == ["packed", "torch", "numpy", "packed"]
+    packed[:] = [[4.0] * 4] * 9
+    probes.clear()
+    choice = measure_gemm.__wrapped__(64, 64, "bf16", num_threads=1, isa="scalar")
+    assert choice.backend in ("torch", "numpy") and probes.count("packed") == 1 + PROBE_RECHECKS
 
 
 def test_a_measurement_waits_for_threads_that_still_spin(monkeypatch: pytest.MonkeyPatch) -> None:
