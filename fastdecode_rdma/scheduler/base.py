@@ -139,6 +139,16 @@ class Scheduler(ABC):
         decode_s. What was not done is 0.
         """
 
+    def giving_way(self) -> list[int]:
+        """Returns the running jobs in the order in which they are to lose their memory when it runs
+        out; none where the policy has no such order."""
+        return []
+
+    def first_waiting(self, count: int) -> list[int]:
+        """Returns the first jobs of those in line, at most that many."""
+        del count
+        return []
+
     @abstractmethod
     def has_work(self) -> bool:
         """Whether any job waits or runs."""

@@ -151,6 +151,12 @@ class QueuedScheduler(Scheduler):
     def has_work(self) -> bool:
         return bool(self._entries)
 
+    def giving_way(self) -> list[int]:
+        return [entry.job.handle for entry in self._give_way(self._running.entries[:])]
+
+    def first_waiting(self, count: int) -> list[int]:
+        return [entry.job.handle for entry in self._waiting.entries[:count]]
+
     @property
     def num_waiting(self) -> int:
         return self._num_waiting

@@ -13,6 +13,7 @@ from itertools import count, takewhile
 from typing import Any, ClassVar
 
 from fastdecode_rdma.param_checks import check_bool, check_int, check_number
+from fastdecode_rdma.scheduler import spill
 from fastdecode_rdma.scheduler.base import Costs, Job, SchedulerOptions
 from fastdecode_rdma.scheduler.costs import LearnedCosts
 from fastdecode_rdma.scheduler.entries import Entry, Rank
@@ -220,21 +221,12 @@ class SkipJoinMlfqScheduler(QueuedScheduler):
         all of a higher rank have fallen to its queue, whichever comes first."""
         now, alpha_s = self.options.clock(), self.settings.alpha_s
         queues = Counter(rank[:2] for rank in (*self._running.ranks, *self._waiting.ranks))
-        sums = [0.0]  # of the quanta of the queues above each
-        for level in range(self.settings.num_queues):
-            sums.append(sums[-1] + self.quantum_s(level))
-        above = {
-            (priority, level): sum(
-                jobs * max(0.0, sums[level] - sums[upper])
-                for (other, upper), jobs in queues.items()
-                if other <= priority
-            )
-            / self.options.max_num_seqs
-            for priority, level in queues
-        }
+        quanta_s = [self.quantum_s(level) for level in range(self.settings.num_queues)]
+        turns = spill.execute_s(queues, quanta_s, self.options.max_num_seqs)
         found = []
         for entry in entries:
             assert isinstance(entry, _Entry)
             since = self._idle_since.get(entry, now)
-            found.append(min(alpha_s - (now - since), above[entry.job.priority, entry.level]))
+            turn_s = turns[entry.job.priority, entry.level]
+            found.append(spill.enst_s(alpha_s - (now - since), turn_s))
         return found
