@@ -101,6 +101,8 @@ class Generator:
         num_mini_batches: int | str = "auto",
         deterministic: bool = False,
         timeout_s: float = 30.0,
+        spill_dir: str | os.PathLike[str] | None = None,
+        spill_to: str | None = None,
         **unknown: object,
     ) -> Generator:
         """Loads a model and connects to its attention workers.
@@ -137,6 +139,10 @@ class Generator:
             times every now and then and keeps the faster; `stats().mini_batch_reason` tells.
         deterministic: bit-identical results whatever the batch, the workers, preemption and losses.
         timeout_s: bound on every wait for a worker.
+        spill_dir: a directory on a fast disk: sequences are copied there before the workers' memory
+            runs out, and taken back where that is quicker than computing again. One file each,
+            readable by this user alone, removed when the sequence ends.
+        spill_to: "workers": the same, into whatever memory other workers have left.
 
         Raises:
             ConfigError: an argument or the model cannot be used; of unknown names, the nearest
@@ -164,6 +170,8 @@ class Generator:
             deterministic=deterministic,
             timeout_s=timeout_s,
             eos_token_id=eos_token_id,
+            spill_dir=spill_dir,
+            spill_to=spill_to,
         )
         if seed is not None and not is_integer(seed):
             raise ConfigError(f"seed must be an integer, got {seed!r}")

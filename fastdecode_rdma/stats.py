@@ -84,6 +84,7 @@ class WorkerStats:
     is_alive: whether it takes part.
     kv_cache_usage: share (0 to 1) of its KV memory that sequences of this generator hold.
     kv_cache_bytes, kv_cache_capacity_bytes: the same in bytes.
+    load_tokens: cached tokens that it attended over in the last decode step.
     messages, bytes_sent, bytes_received: of the data plane, since the start.
     pump_s, io_s, wait_s, kernel_s: seconds in our own message code, in send and receive calls, in
         waiting for the worker (its kernel included), and in the worker's kernel as it measured it.
@@ -107,6 +108,7 @@ class WorkerStats:
     transport_detail: str = ""
     pinned: str = ""
     gpudirect: str = ""
+    load_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,13 @@ class GeneratorStats:
     wait_s: seconds of the engine thread in the exchange with workers, their kernels included as far
         as it waited for them. dense_s and wait_s make up the decode steps.
     num_mini_batches: that a decode step is split into now; mini_batch_reason: why.
+    scheduler: the policy. max_load_tokens: what a step may attend over in all, 0 is any number.
+    kv_spills, kv_restores: sequences copied out ahead of need, and taken back after they had lost
+        their cache; kv_recomputes: those computed again.
+    spilled_bytes, restored_bytes: moved out and back.
+    spill_faults: copies that could not be kept. spill_copy_s: seconds of the engine thread in
+        copying out; spill_restore_s: from a sequence's turn until it was back, summed;
+        spill_wait_s: of those in which nothing else could be done.
     workers: all of them, lost ones too. gemm: which library multiplies which shape. isa: the
         instruction set of our kernels. notes: what was decided at the start and may surprise.
     """
@@ -168,6 +177,17 @@ class GeneratorStats:
     wait_s: float = 0.0
     num_mini_batches: int = 1
     mini_batch_reason: str = ""
+    scheduler: str = ""
+    max_load_tokens: int = 0
+    kv_spills: int = 0
+    kv_restores: int = 0
+    kv_recomputes: int = 0
+    spilled_bytes: int = 0
+    restored_bytes: int = 0
+    spill_faults: int = 0
+    spill_copy_s: float = 0.0
+    spill_restore_s: float = 0.0
+    spill_wait_s: float = 0.0
 
     @property
     def dense_busy(self) -> float:
@@ -227,6 +247,16 @@ _TOTALS = (
     ),
     ("counter", "python_seconds_total", "python_s", "Engine time in scheduling and sampling."),
     ("counter", "prefill_seconds_total", "prefill_s", "Engine time in prompts."),
+    ("gauge", "max_load_tokens", "max_load_tokens", "Cached tokens a step may read, 0 is any."),
+    ("counter", "kv_spills_total", "kv_spills", "Requests copied out ahead of need."),
+    ("counter", "kv_restores_total", "kv_restores", "Requests whose KV-cache was taken back."),
+    ("counter", "kv_recomputes_total", "kv_recomputes", "Requests whose lost cache was computed."),
+    ("counter", "spilled_bytes_total", "spilled_bytes", "Bytes of KV-cache copied out."),
+    ("counter", "restored_bytes_total", "restored_bytes", "Bytes of KV-cache taken back."),
+    ("counter", "spill_faults_total", "spill_faults", "Copies that could not be kept."),
+    ("counter", "spill_copy_seconds_total", "spill_copy_s", "Engine time in copying out."),
+    ("counter", "spill_restore_seconds_total", "spill_restore_s", "Time until caches were back."),
+    ("counter", "spill_wait_seconds_total", "spill_wait_s", "Engine idle until a cache was back."),
 )  # fmt: skip
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "Time from submission to the first token."),
@@ -247,6 +277,7 @@ _WORKER_TOTALS = (
         "gauge", "worker_kv_cache_capacity_bytes", "kv_cache_capacity_bytes",
         "Bytes of the worker's KV-cache that may be used.",
     ),
+    ("gauge", "worker_load_tokens", "load_tokens", "Cached tokens read by the last step."),
     ("counter", "worker_messages_total", "messages", "Messages of the data plane."),
     ("counter", "worker_sent_bytes_total", "bytes_sent", "Bytes sent to the worker."),
     ("counter", "worker_received_bytes_total", "bytes_received", "Bytes from the worker."),

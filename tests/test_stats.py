@@ -321,8 +321,8 @@ def test_every_number_is_exported(tiny_models: Callable[..., Path]) -> None:
     stats, of_all = numbered(replace(stats, workers=(worker,)), 2000.5)
     _, samples = read_exposition(stats.to_prometheus())
     exported = [number for rows in samples.values() for _, number in rows]
-    assert len(of_worker) == 10 and len(of_all) == 16
-    assert [exported.count(number) for number in of_worker + of_all] == [1] * 26
+    assert len(of_worker) == 11 and len(of_all) == 26
+    assert [exported.count(number) for number in of_worker + of_all] == [1] * 37
 
 
 def test_counters_never_go_back(tiny_models: Callable[..., Path]) -> None:

@@ -7,7 +7,7 @@ ceil(n / block) blocks of a sequence of n tokens, one with a window never more t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fastdecode_rdma.config import KV_ROW_BYTES, AttentionGeometry
@@ -48,7 +48,8 @@ def usable_bytes(geometry: AttentionGeometry, capacity_bytes: int) -> int:
 @dataclass(slots=True)
 class _Worker:
     capacity_bytes: int
-    used_bytes: int = 0
+    used_bytes: int = 0  # by sequences; copies lie in what is left
+    copy_bytes: int = 0
     alive: bool = True
 
     @property
@@ -74,6 +75,9 @@ class Placement:
     capacities: Sequence[int]
     _workers: list[_Worker] = field(init=False)
     _holdings: dict[int, _Holding] = field(init=False, default_factory=dict)
+    _copies: dict[int, _Holding] = field(init=False, default_factory=dict)
+    on_copies_short: Callable[[int, int], None] | None = field(init=False, default=None)
+    """`on_copies_short(worker, nbytes)` must release copies of so many bytes there."""
 
     def __post_init__(self) -> None:
         self._workers = []
@@ -117,6 +121,7 @@ class Placement:
             return False
         worker.used_bytes += more
         holding.nbytes += more
+        self._squeeze_copies(holding.worker)
         return True
 
     def reserve_gang(self, handles: Sequence[int], num_tokens: int) -> bool:
@@ -135,6 +140,7 @@ class Placement:
         self._workers[chosen].used_bytes += needed
         for handle in handles:
             self._holdings[handle] = _Holding(chosen, each)
+        self._squeeze_copies(chosen)
         return True
 
     def fits_after(self, released: Sequence[int], handles: Sequence[int], num_tokens: int) -> bool:
@@ -167,6 +173,54 @@ class Placement:
     def worker_of(self, handle: int) -> int:
         """Returns the number of the worker that a sequence was placed on."""
         return self._holdings[handle].worker
+
+    def held_bytes(self, handle: int) -> int:
+        """Returns the bytes booked for a sequence."""
+        return self._holdings[handle].nbytes
+
+    # -- copies of sequences, in memory that no sequence needs
+
+    def reserve_copy(self, handle: int, num_tokens: int, *, not_on: int) -> bool:
+        """Makes sure that the copy of a sequence may hold `num_tokens` on a worker other than
+        `not_on`, the one that has most room; False, and no change, if it may not."""
+        holding = self._copies.get(handle)
+        if holding is None:
+            living = [
+                (worker.free_bytes - worker.copy_bytes, -index)
+                for index, worker in enumerate(self._workers)
+                if worker.alive and index != not_on
+            ]
+            if not living:
+                return False
+            holding = _Holding(-max(living)[1], 0)
+        worker = self._workers[holding.worker]
+        more = self.bytes_for(num_tokens) - holding.nbytes
+        if holding.worker == not_on or more > worker.free_bytes - worker.copy_bytes:
+            return False
+        worker.copy_bytes += more
+        holding.nbytes += more
+        self._copies[handle] = holding
+        return True
+
+    def release_copy(self, handle: int) -> int | None:
+        """Gives back what a copy had; returns its worker, None if there is no such copy."""
+        holding = self._copies.pop(handle, None)
+        if holding is None:
+            return None
+        self._workers[holding.worker].copy_bytes -= holding.nbytes
+        return holding.worker
+
+    def copy_on(self, handle: int) -> int | None:
+        """Returns the worker that has the copy of a sequence, None if there is none."""
+        holding = self._copies.get(handle)
+        return None if holding is None else holding.worker
+
+    def _squeeze_copies(self, index: int) -> None:
+        worker = self._workers[index]
+        short = worker.copy_bytes - worker.free_bytes
+        if worker.copy_bytes and short > 0:
+            assert self.on_copies_short is not None
+            self.on_copies_short(index, short)
 
     # -- workers
 

@@ -64,6 +64,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deterministic", action="store_true", help="the same bits in any batch, on any workers"
     )
+    parser.add_argument(
+        "--spill-dir", metavar="DIR", help="KV that workers have no memory for is copied there"
+    )
 
 
 def add_ray_arguments(parser: argparse.ArgumentParser, *, with_workers: bool = True) -> None:
@@ -122,7 +125,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         workers = split_workers(args.workers)
     elif args.token_file is not None:
         raise ConfigError("--token-file is for --workers")
-    named = {**model_options(args), "max_num_seqs": args.max_num_seqs}
+    named = {
+        **model_options(args),
+        "max_num_seqs": args.max_num_seqs,
+        "spill_dir": args.spill_dir,
+    }
     return {
         "workers": workers,
         "token_file": args.token_file,

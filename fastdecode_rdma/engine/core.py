@@ -6,9 +6,8 @@ move only after its logits are there, so a failed step is simply run again.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 
@@ -17,29 +16,29 @@ import torch
 from fastdecode_rdma.attention.backend import AttentionBackend
 from fastdecode_rdma.config import NUM_DECODE_TABLES, StepCode
 from fastdecode_rdma.engine.admission import CautiousPlacement
-from fastdecode_rdma.engine.decode import build_batch
+from fastdecode_rdma.engine.book import SequenceBook
+from fastdecode_rdma.engine.decode import build_batch, worker_loads
 from fastdecode_rdma.engine.mini_batches import MiniBatchChooser, spread
-from fastdecode_rdma.engine.outputs import failed_by, non_finite
+from fastdecode_rdma.engine.outputs import non_finite
 from fastdecode_rdma.engine.pipeline import PipelineRunner
 from fastdecode_rdma.engine.prefill_queue import PrefillQueue
 from fastdecode_rdma.engine.recovery import Recovery
 from fastdecode_rdma.engine.sampler import TokenSampler
+from fastdecode_rdma.engine.spill import Spiller
+from fastdecode_rdma.engine.spill_tiers import SpillTier
 from fastdecode_rdma.engine.state import (
-    EngineCounters,
     EngineOptions,
     LiveSequence,
     Request,
     RunningPrefill,
 )
-from fastdecode_rdma.errors import FastDecodeError, StepError, WorkerLostError
+from fastdecode_rdma.errors import StepError, WorkerLostError
 from fastdecode_rdma.models import DecoderModel
 from fastdecode_rdma.prompt_logprobs import PromptLogprobs
-from fastdecode_rdma.scheduler import Job, Scheduler
-
-logger = logging.getLogger(__name__)
+from fastdecode_rdma.scheduler import Scheduler
 
 
-class Engine:
+class Engine(SequenceBook):
     """Drives a model and its attention workers through the sequences that the scheduler picks."""
 
     def __init__(
@@ -49,22 +48,29 @@ class Engine:
         placement: CautiousPlacement,
         scheduler: Scheduler,
         options: EngineOptions,
+        tier: SpillTier | None = None,
     ) -> None:
+        super().__init__(placement, scheduler)
         self.model = model
         self.backend = backend
-        self.placement = placement
-        self.scheduler = scheduler
         self.options = options
-        self.counters = EngineCounters()
         self.runner = PipelineRunner(model, backend)
         self.chooser = MiniBatchChooser(
             fixed=options.num_mini_batches,
             most=NUM_DECODE_TABLES,
             can_overlap=not all(backend.is_embedded(w) for w in range(backend.num_workers)),
         )
-        self._live: dict[int, LiveSequence] = {}
         self._prefills = PrefillQueue(model, backend, placement, options)
         self._sampler = TokenSampler(options, self.counters)
+        self.spiller = Spiller(
+            backend,
+            placement,
+            scheduler,
+            tier,
+            deterministic=options.deterministic,
+            recompute=self._prefills.extend,
+            requeue=self._requeue_refused,
+        )
         self._recovery = Recovery(
             backend,
             placement,
@@ -76,45 +82,13 @@ class Engine:
             fail=self._fail_request,
             preempt=self._preempt,
             abort_prefill=self._abort_prefill,
+            lose_copies=self.spiller.lose_worker,
         )
-        self._next_handle = 1
         self._step = 0
         self.stopping = False  # set by who closes: a long prefill ends between two cells
-        self._outbox: list[Callable[[], None]] = []  # what callers hear once the step is booked
+        self.loads: dict[int, int] = {}  # cached tokens that the last decode step read, by worker
 
-    # -- requests
-
-    def add(self, request: Request) -> None:
-        """Queues a validated request."""
-        jobs = []
-        try:
-            detokenizers = [request.make_detokenizer() for _ in range(request.params.n)]
-        except Exception as error:
-            self.counters.finished["error"] += request.params.n
-            request.fail(request.index, failed_by(request, error))
-            return
-        for sample_index, detokenizer in enumerate(detokenizers):
-            handle, self._next_handle = self._next_handle, self._next_handle + 1
-            prompt_len = len(request.prompt_ids)
-            job = Job(
-                handle, prompt_len, prompt_len, request.max_tokens, handle,
-                request.is_single, request.priority,
-            )  # fmt: skip
-            seq = LiveSequence(handle, request, sample_index, job, detokenizer)
-            self._live[handle] = seq
-            request.sequences.append(seq)
-            jobs.append(job)
-        self.scheduler.add(jobs)
-
-    def cancel(self, request: Request) -> None:
-        """Drops what is left of a request and frees its memory."""
-        self._drop(self._living(request, "abort"))
-
-    def _living(self, request: Request, reason: str) -> list[LiveSequence]:
-        """Returns what is left of a request that ends for a reason, which is counted."""
-        living = [seq for seq in request.sequences if seq.handle in self._live]
-        self.counters.finished[reason] += len(living)
-        return living
+    # -- workers
 
     def take_lost(self) -> list[str]:
         """Returns the addresses of workers lost since the last call, idle ones included."""
@@ -124,60 +98,6 @@ class Engine:
         """Takes in a worker that was lost; the backend has given it its number again."""
         self.chooser.forget()
         self._recovery.take_back(worker, capacity_bytes)
-
-    def has_work(self) -> bool:
-        return bool(self._live)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without a seat; any thread may ask."""
-        return max(0, len(self._live) - self.scheduler.num_running)
-
-    def _drop(self, sequences: list[LiveSequence]) -> None:
-        """Ends sequences in any state and frees what they hold."""
-        held = []
-        for seq in sequences:
-            self._live.pop(seq.handle, None)
-            self.scheduler.remove(seq.handle)
-            if self._prefills.is_under_way(seq):
-                seq.cancelled = True  # its rows are under way: freed when the job ends
-            else:
-                held.append(seq)
-        self._free(held)
-        if not self._prefills.is_wanted():
-            self._abort_prefill()
-
-    def _free(self, sequences: list[LiveSequence]) -> None:
-        per_worker: dict[int, list[int]] = {}
-        for seq in sequences:
-            self.placement.release(seq.handle)
-            if seq.worker >= 0:
-                per_worker.setdefault(seq.worker, []).append(seq.handle)
-        for worker, handles in per_worker.items():
-            try:
-                self.backend.free(worker, handles)
-            except WorkerLostError as lost:
-                self._recovery.recover(lost)
-
-    def _fail_request(self, request: Request, error: FastDecodeError) -> None:
-        """Ends one request with an error, the others go on."""
-        self._drop(self._living(request, "error"))
-        self._outbox.append(partial(request.fail, request.index, error))
-
-    def fail_all(self, error: FastDecodeError) -> None:
-        """Ends every request with the same error. Never raises: what cannot be freed now is freed
-        with the connections."""
-        requests = dict.fromkeys(seq.request for seq in self._live.values())
-        self.counters.finished["error"] += len(self._live)
-        self._outbox.extend(partial(request.fail, request.index, error) for request in requests)
-        try:
-            self._abort_prefill()
-            self._drop(list(self._live.values()))
-        except Exception:
-            logger.exception("sequences could not be freed")
-            self._live.clear()
-        finally:
-            self._deliver()
 
     # -- one step
 
@@ -194,12 +114,6 @@ class Engine:
         self._deliver()
         return worked
 
-    def _deliver(self) -> None:
-        """Tells the callers, when counters and memory are up to date: they may look at once."""
-        outbox, self._outbox = self._outbox, []
-        for tell in outbox:
-            tell()
-
     def _step_once(self) -> bool:
         if not self.placement.has_workers():
             raise WorkerLostError("(all)", "no attention worker is left")
@@ -207,7 +121,8 @@ class Engine:
         plan = self.scheduler.schedule(self.placement)
         for handle in plan.preempted:
             self._preempt(self._live[handle])
-        self._prefills.extend(plan.prefill)
+        self._prefills.extend(self.spiller.take(plan.prefill, self._live))
+        self.spiller.flush()
         started = time.perf_counter()
         worked = self._run_prefill()
         prefilled = time.perf_counter()
@@ -216,21 +131,20 @@ class Engine:
             self._decode(ready)
         if worked or ready:
             self._tell_times(started, prefilled, len(ready))
-        self._recovery.watch_stall(worked or bool(ready))
-        return worked or bool(ready)
+        is_busy = worked or bool(ready)
+        is_busy |= self.spiller.advance(self._live, is_idle=not is_busy)
+        self._recovery.watch_stall(is_busy)
+        return is_busy
 
     def _tell_times(self, started: float, prefilled: float, num_decoded: int) -> None:
         """Lets the scheduler learn what a step costs, and a trace show its phases."""
         ended = time.perf_counter()
         tokens = self._prefills.take_tokens_run()
         cached_tokens = self.runner.times.cached_tokens if num_decoded else 0
-        self.scheduler.observe(
-            tokens,
-            prefilled - started if tokens else 0.0,
-            num_decoded,
-            cached_tokens,
-            ended - prefilled if num_decoded else 0.0,
-        )
+        prefill_s = prefilled - started if tokens else 0.0
+        decode_s = ended - prefilled if num_decoded else 0.0
+        self.scheduler.observe(tokens, prefill_s, num_decoded, cached_tokens, decode_s)
+        self.spiller.observe(tokens, prefill_s, num_decoded, decode_s)
         if (recorder := self.runner.recorder) is not None:
             recorder.engine("prefill", started, prefilled)
             recorder.engine("decode", prefilled, ended)
@@ -247,6 +161,12 @@ class Engine:
         self._prefills.forget(seq.handle)
         self._free([seq])
         seq.lose_cache()
+
+    def _requeue_refused(self, seq: LiveSequence, refusal: StepError) -> None:
+        """A worker has no room for a sequence on its way back."""
+        self.scheduler.requeue(seq.handle)
+        self._preempt(seq)
+        self._recovery.note_refusal(refusal)
 
     # -- prefill
 
@@ -302,6 +222,7 @@ class Engine:
         batches = [build_batch(part, max(len(part), share)) for part in parts]
         logits, finite = self.runner.run(batches, self._next_step())
         self.counters.steps += 1
+        self.loads = worker_loads(batches)
         self.chooser.observe(self.runner.times)
         rows: list[int] = []
         samplers: list[LiveSequence] = []

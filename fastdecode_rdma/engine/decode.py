@@ -70,6 +70,15 @@ def build_batch(sequences: Sequence[LiveSequence], max_rows: int) -> DecodeBatch
     )
 
 
+def worker_loads(batches: Sequence[DecodeBatch]) -> dict[int, int]:
+    """Returns the cached tokens that the batches of a step read, by worker."""
+    loads: dict[int, int] = {}
+    for batch in batches:
+        for worker, entries in batch.assignments:
+            loads[worker] = loads.get(worker, 0) + int(entries["kv_len_before"].sum())
+    return loads
+
+
 class DecodeRunner:
     """Runs decode batches. Row buffers are the backend's own: nothing is copied on the way out."""
 

@@ -40,7 +40,7 @@ _LOCAL = "models are local directories; leave it out"
 ABSENT = {
     "gpu_memory_utilization": "memory is a worker's: `fastdecode worker --memory`",
     "kv_cache_memory_bytes": "memory is a worker's: `fastdecode worker --memory`",
-    "swap_space": _WORKERS_DO,
+    "swap_space": "see spill_dir, which has no bound but the disk's, and spill_to",
     "cpu_offload_gb": _WORKERS_DO,
     "block_size": _WORKERS_DO,
     "tensor_parallel_size": _WORKERS_DO,
@@ -95,6 +95,8 @@ class GeneratorOptions:
     deterministic: bool = False
     timeout_s: float = 30.0
     eos_token_id: Sequence[int] = ()
+    spill_dir: str | os.PathLike[str] | None = None
+    spill_to: str | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -134,6 +136,7 @@ class GeneratorOptions:
         self._check_scheduler()
         self._check_require()
         self._check_profile()
+        self._check_spill()
         if self.device not in (None, "cpu"):
             raise ConfigError(
                 f"device={self.device!r}: this version runs the dense layers on 'cpu' only"
@@ -184,6 +187,19 @@ class GeneratorOptions:
         as_path("profile", self.profile)
         if self.workers is None:
             raise ConfigError("profile is for workers: give their addresses, too")
+
+    def _check_spill(self) -> None:
+        if self.spill_to not in (None, "workers"):
+            raise ConfigError(f"spill_to must be None or 'workers', got {self.spill_to!r}")
+        if self.spill_to is not None and (self.workers is None or len(self.workers) < 2):
+            raise ConfigError("spill_to='workers' needs at least two workers: give their addresses")
+        if self.spill_dir is None:
+            return
+        directory = as_path("spill_dir", self.spill_dir)
+        if self.spill_to is not None:
+            raise ConfigError("spill_dir and spill_to='workers': give one of them")
+        if not os.path.isdir(directory):
+            raise ConfigError(f"spill_dir {directory} is no directory")
 
     @classmethod
     def checked(cls, unknown: Mapping[str, object], **known: Any) -> GeneratorOptions:

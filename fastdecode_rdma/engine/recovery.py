@@ -21,7 +21,8 @@ class Recovery:
     """Requeues what a lost worker held, makes room after refusals; touches nothing else.
 
     `live` is the engine's own mapping. `fail(request, error)` ends a request, `preempt(seq)` takes
-    a sequence's cache away, `abort_prefill()` gives up the running prefill.
+    a sequence's cache away, `abort_prefill()` gives up the running prefill, `lose_copies(worker)`
+    forgets the spilled copies on a worker.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Recovery:
         fail: Callable[[Request, FastDecodeError], None],
         preempt: Callable[[LiveSequence], None],
         abort_prefill: Callable[[], object],
+        lose_copies: Callable[[int], None],
     ) -> None:
         self._backend = backend
         self._placement = placement
@@ -48,6 +50,7 @@ class Recovery:
         self._fail = fail
         self._preempt = preempt
         self._abort_prefill = abort_prefill
+        self._lose_copies = lose_copies
         self._lost_workers: set[int] = set()
         self._lost_addresses: list[str] = []
         self._stalled_since: float | None = None
@@ -86,6 +89,7 @@ class Recovery:
             self._lost_addresses.append(self._backend.info(worker).name)
             self._counters.recoveries += 1
         self._placement.lose_worker(worker)
+        self._lose_copies(worker)
         if self._prefills.uses_worker(worker):
             self._abort_prefill()
         for handle in self._prefills.take_gangs_on(worker, self._live):

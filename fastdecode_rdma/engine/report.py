@@ -27,6 +27,7 @@ def take_stats(
 ) -> GeneratorStats:
     """Returns a snapshot; any thread may ask, also after the end."""
     engine, counters = parts.engine, parts.engine.counters
+    spilled = engine.spiller.counters
     num_workers = engine.placement.num_workers  # first: the backend may know of one more by now
     counted = parts.backend.stats()
     workers = tuple(_worker(parts, index, counted[index]) for index in range(num_workers))
@@ -72,6 +73,17 @@ def take_stats(
         wait_s=exchange_s,
         num_mini_batches=engine.chooser.current,
         mini_batch_reason=engine.chooser.reason,
+        scheduler=parts.options.scheduler,
+        max_load_tokens=parts.options.max_load_tokens or 0,
+        kv_spills=spilled.spilled,
+        kv_restores=spilled.restored,
+        kv_recomputes=spilled.recomputed,
+        spilled_bytes=spilled.bytes_out,
+        restored_bytes=spilled.bytes_in,
+        spill_faults=spilled.faults,
+        spill_copy_s=spilled.copy_s,
+        spill_restore_s=spilled.restore_s,
+        spill_wait_s=spilled.wait_s,
     )
 
 
@@ -90,6 +102,7 @@ def _worker(parts: EngineParts, index: int, counted: Mapping[str, int]) -> Worke
         kv_cache_usage=_share(used, capacity),
         kv_cache_bytes=used,
         kv_cache_capacity_bytes=capacity,
+        load_tokens=parts.engine.loads.get(index, 0),
         messages=counted["messages"],
         bytes_sent=counted["bytes_sent"],
         bytes_received=counted["bytes_received"],

@@ -17,9 +17,10 @@ from fastdecode_rdma.attention.remote import CONNECT_TIMEOUT_S, RemoteWorker, op
 from fastdecode_rdma.config import AttentionGeometry, kv_dtype_name
 from fastdecode_rdma.engine.admission import CautiousPlacement
 from fastdecode_rdma.engine.core import Engine
-from fastdecode_rdma.engine.options import GeneratorOptions
+from fastdecode_rdma.engine.options import GeneratorOptions, as_path
 from fastdecode_rdma.engine.reconnect import Reconnector
 from fastdecode_rdma.engine.sampling_defaults import SamplingDefaults
+from fastdecode_rdma.engine.spill_tiers import FileTier, SpillTier, WorkerTier
 from fastdecode_rdma.engine.state import EngineOptions
 from fastdecode_rdma.errors import ConfigError
 from fastdecode_rdma.models import DecoderModel, ModelConfig, load_model
@@ -75,6 +76,7 @@ class EngineParts:
         if not self.closed:
             self.closed = True
             self.reconnector.close()
+            self.engine.spiller.close()
             self.backend.close()
 
 
@@ -224,5 +226,14 @@ def _assemble(
             ),
             decode_token=None if tokenizer is None else cache(tokenizer.token_text),
         ),
+        _make_tier(backend, placement, options),
     )
     return engine, notes
+
+
+def _make_tier(
+    backend: AttentionBackend, placement: CautiousPlacement, options: GeneratorOptions
+) -> SpillTier | None:
+    if options.spill_dir is not None:
+        return FileTier(as_path("spill_dir", options.spill_dir))
+    return None if options.spill_to is None else WorkerTier(backend, placement)

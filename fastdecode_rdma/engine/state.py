@@ -73,7 +73,7 @@ class LiveSequence:
     """One sequence between submission and its last token.
 
     kv_len: tokens in the worker's cache; the ids from there on are still to be fed.
-    ready: its prompt is cached, it takes part in decode steps.
+    ready: its prompt is cached, it takes part in decode steps. had_cache: it was, and lost it.
     """
 
     handle: int
@@ -85,6 +85,7 @@ class LiveSequence:
     worker: int = -1
     kv_len: int = 0
     ready: bool = False
+    had_cache: bool = False
     cancelled: bool = False
     mini_batch: int = -1  # kept from step to step where that leaves them even; -1: none yet
     last_token_s: float | None = None
@@ -111,7 +112,25 @@ class LiveSequence:
 
     def lose_cache(self) -> None:
         """Back to the state before the prefill; ids and text stay."""
+        self.had_cache |= self.ready
         self.worker, self.kv_len, self.ready = -1, 0, False
+
+
+@dataclass(slots=True)
+class SpillCounters:
+    """Sequences copied out at least once, taken back, and computed again instead; bytes both ways;
+    copies that a tier could not keep. copy_s: of the engine's thread, in copying out; restore_s:
+    from admission to the last chunk, summed; wait_s: in which there was nothing else to do."""
+
+    spilled: int = 0
+    restored: int = 0
+    recomputed: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    faults: int = 0
+    copy_s: float = 0.0
+    restore_s: float = 0.0
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
