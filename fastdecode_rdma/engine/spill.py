@@ -11,7 +11,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from fastdecode_rdma.attention.backend import AttentionBackend
@@ -165,9 +165,6 @@ class Spiller:
         if self._tier is not None:
             self._tier.flush()
 
-    def has_restores(self) -> bool:
-        return bool(self._restores)
-
     def close(self) -> None:
         """Removes all copies. Idempotent; after the engine's last step."""
         if self._tier is not None:
@@ -215,7 +212,7 @@ class Spiller:
         pending = [f for restore in self._restores.values() for f in restore.futures]
         if pending and not any(future.done() for future in pending):
             started = time.perf_counter()
-            wait(pending, IDLE_SHARE_S, return_when="FIRST_COMPLETED")
+            wait(pending, IDLE_SHARE_S, return_when=FIRST_COMPLETED)
             self.counters.wait_s += time.perf_counter() - started
 
     def _bring_back(
@@ -233,12 +230,11 @@ class Spiller:
                 self._note_fault(error)
                 self._give_up(handle, restore)
             except StepError as error:
-                del self._restores[handle]
                 if error.code == StepCode.CACHE_FULL:  # other engines use the memory
+                    del self._restores[handle]
                     self._requeue(seq, error)
                 else:
                     self._note_fault(SpillError(str(error)))
-                    self._restores[handle] = restore
                     self._give_up(handle, restore)
             if time.perf_counter() >= until_s:
                 return

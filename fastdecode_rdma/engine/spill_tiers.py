@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -10,7 +11,7 @@ import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,15 @@ from fastdecode_rdma.attention.placement import Placement
 from fastdecode_rdma.config import StepCode
 from fastdecode_rdma.errors import ConfigError, FastDecodeError, StepError
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "fastdecode-spill-"
 MAX_PENDING_BYTES = 64 << 20
 """Copied out and not yet on disk: a slower disk than this is waited for, by copying less."""
+
+
+CLOSE_WAIT_S = 5.0
+"""How long a disk may take to remove all copies at the end."""
 
 
 class SpillError(FastDecodeError):
@@ -134,6 +141,8 @@ class FileTier(SpillTier):
         self._io.submit(self._write, handle, chunk.offset, data)
 
     def _write(self, handle: int, offset: int, data: bytes) -> None:
+        if self._closed:
+            return
         try:
             fd = os.open(self._path(handle), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -175,9 +184,11 @@ class FileTier(SpillTier):
     def close(self) -> None:
         if self._closed or os.getpid() != self._pid:  # after a fork the files are the parent's
             return
-        self._closed = True
-        self._io.shutdown(wait=True, cancel_futures=True)
-        shutil.rmtree(self._home, ignore_errors=True)
+        self._closed = True  # what is still to be written is left out
+        removed = self._io.submit(shutil.rmtree, self._home, ignore_errors=True)
+        self._io.shutdown(wait=False)
+        if not wait([removed], CLOSE_WAIT_S).done:
+            logger.warning("%s does not answer: the copies there may be left over", self._home)
         os.close(self._lock)
 
 
@@ -191,11 +202,11 @@ def _lock(home: Path) -> int:
 def _remove_stale(directory: Path) -> None:
     """Removes what processes that were killed have left."""
     for home in directory.glob(PREFIX + "*"):
-        if home.stat().st_uid != os.getuid():
-            continue
         try:
+            if home.stat().st_uid != os.getuid():
+                continue
             fd = os.open(home / "lock", os.O_WRONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue  # it is being made or removed
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
