@@ -146,7 +146,7 @@ class GeneratorStats:
     spilled_bytes, restored_bytes: moved out and back.
     spill_faults: copies that could not be kept. spill_copy_s: seconds of the engine thread in
         copying out; spill_restore_s: from a sequence's turn until it was back, summed;
-        spill_wait_s: of those in which nothing else could be done.
+        spill_wait_s: of the engine thread, until a disk answered.
     workers: all of them, lost ones too. gemm: which library multiplies which shape. isa: the
         instruction set of our kernels. notes: what was decided at the start and may surprise.
     """
@@ -256,7 +256,7 @@ _TOTALS = (
     ("counter", "spill_faults_total", "spill_faults", "Copies that could not be kept."),
     ("counter", "spill_copy_seconds_total", "spill_copy_s", "Engine time in copying out."),
     ("counter", "spill_restore_seconds_total", "spill_restore_s", "Time until caches were back."),
-    ("counter", "spill_wait_seconds_total", "spill_wait_s", "Engine idle until a cache was back."),
+    ("counter", "spill_wait_seconds_total", "spill_wait_s", "Engine time in waiting for a disk."),
 )  # fmt: skip
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "Time from submission to the first token."),

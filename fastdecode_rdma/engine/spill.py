@@ -11,7 +11,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from fastdecode_rdma.attention.backend import AttentionBackend
@@ -37,8 +37,6 @@ IDLE_SHARE_S = 0.05
 """The same when there is nothing else to do."""
 RETRY_S = 10.0
 """After a fault of the tier nothing is copied out for so long."""
-READ_AHEAD = 2
-"""Chunks on their way from the tier, of each sequence that comes back."""
 
 
 @dataclass(slots=True)
@@ -191,8 +189,6 @@ class Spiller:
         was_restoring = bool(self._restores)
         if was_restoring:
             self._bring_back(tier, live, until_s)
-            if is_idle and self._restores:
-                self._wait()
         self._copy_out(tier, live, until_s)
         return was_restoring
 
@@ -207,14 +203,6 @@ class Spiller:
 
     # -- back
 
-    def _wait(self) -> None:
-        """Waits for the tier a little, as there is nothing else to do."""
-        pending = [f for restore in self._restores.values() for f in restore.futures]
-        if pending and not any(future.done() for future in pending):
-            started = time.perf_counter()
-            wait(pending, IDLE_SHARE_S, return_when=FIRST_COMPLETED)
-            self.counters.wait_s += time.perf_counter() - started
-
     def _bring_back(
         self, tier: SpillTier, live: Mapping[int, LiveSequence], until_s: float
     ) -> None:
@@ -224,7 +212,7 @@ class Spiller:
                 del self._restores[handle]  # it has lost its place meanwhile
                 continue
             try:
-                while self._import_next(tier, restore) and time.perf_counter() < until_s:
+                while self._import_next(tier, restore, until_s) and time.perf_counter() < until_s:
                     pass
             except SpillError as error:
                 self._note_fault(error)
@@ -248,15 +236,18 @@ class Spiller:
         self.counters.recomputed += 1
         self._recompute([(handle,)])
 
-    def _import_next(self, tier: SpillTier, restore: _Restore) -> bool:
-        """Imports a chunk if it is there; False if not, or if it was the last."""
+    def _import_next(self, tier: SpillTier, restore: _Restore, until_s: float) -> bool:
+        """Imports a chunk if it is there in time; False if not, or if it was the last."""
         handle, chunks = restore.seq.handle, restore.chunks
         first = restore.num_done
         started = time.perf_counter()
-        for chunk in chunks[first + len(restore.futures) : first + READ_AHEAD]:
+        for chunk in chunks[first + len(restore.futures) : first + tier.read_ahead]:
             restore.futures.append(tier.get(handle, chunk))
         if not restore.futures[0].done():
-            return False
+            wait(restore.futures[:1], max(0.0, until_s - started))
+            self.counters.wait_s += time.perf_counter() - started
+            if not restore.futures[0].done():
+                return False
         data = restore.futures.pop(0).result()
         self._backend.import_range(restore.worker, handle, chunks[first].start, data)
         restore.num_done += 1

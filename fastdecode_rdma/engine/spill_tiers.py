@@ -65,6 +65,8 @@ class SpillTier(ABC):
 
     keeps_old_rows: bool = True
     """Whether a copy that grows still is what it was before, window groups included."""
+    read_ahead: int = 8
+    """Chunks of a sequence that comes back which are asked for at once."""
 
     @abstractmethod
     def has_room(self, handle: int, worker: int, stop: int) -> bool:
@@ -230,6 +232,7 @@ class WorkerTier(SpillTier):
     as a sequence needs the room."""
 
     keeps_old_rows = False  # a window's ring moves on
+    read_ahead = 1  # `get` waits for the worker
 
     def __init__(self, backend: AttentionBackend, placement: Placement) -> None:
         self._backend = backend

@@ -120,7 +120,7 @@ class LiveSequence:
 class SpillCounters:
     """Sequences copied out at least once, taken back, and computed again instead; bytes both ways;
     copies that a tier could not keep. copy_s: of the engine's thread, in copying out; restore_s:
-    from admission to the last chunk, summed; wait_s: in which there was nothing else to do."""
+    from admission to the last chunk, summed; wait_s: of the engine's, until a tier answered."""
 
     spilled: int = 0
     restored: int = 0
