@@ -7,7 +7,7 @@
  *
  *   - a helper joins a region only while it is open; the caller closes it when the work is used up and
  *     waits for those that joined, so a helper that wakes late costs nothing;
- *   - a helper that has nothing to do spins for TEAM_SPIN_NS, which bridges the gap between two regions
+ *   - a helper that has nothing to do spins for a moment (spin_ns), which bridges the gap between two regions
  *     of a layer, then sleeps;
  *   - a second caller finds the team busy and runs its region alone: sessions of several engines do not
  *     oversubscribe the cores.
@@ -37,7 +37,7 @@
 
 #define TEAM_MAX_THREADS 256
 #define TEAM_CPU_WORDS 128 /* 8192 CPUs */
-#define TEAM_SPIN_NS 100000
+#define TEAM_SPIN_NS 100000 /* unless the process says otherwise: _team.set_spin_ns */
 
 /* state: low 16 bits helpers that joined, bit 16 open, high 32 bits generation */
 #define TEAM_OPEN (1ull << 16)
@@ -57,12 +57,13 @@ static struct {
     _Atomic uint32_t finished; /* futex: the caller sleeps on it */
     _Atomic uint32_t waiting;  /* the caller sleeps, or is about to */
     _Atomic int limit;         /* helpers that may join */
+    _Atomic int64_t spin_ns;
     team_body_fn body;
     void *arg;
     _Atomic int busy;
     int num_helpers;           /* started; changed by the busy caller only */
     team_helper helpers[TEAM_MAX_THREADS];
-} team_pool;
+} team_pool = {.spin_ns = TEAM_SPIN_NS};
 
 static inline void team_futex_wait(_Atomic uint32_t *word, uint32_t value) {
     syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT_PRIVATE, value, 0, 0, 0);
@@ -101,7 +102,7 @@ static void team_await(uint32_t seen) {
     for (int round = 0;; round++) {
         if (atomic_load(&team_pool.wake) != seen) return;
         team_pause();
-        if (round % 64 == 63 && team_now_ns() - start > TEAM_SPIN_NS) break;
+        if (round % 64 == 63 && team_now_ns() - start > atomic_load(&team_pool.spin_ns)) break;
     }
     atomic_fetch_add(&team_pool.sleepers, 1);
     while (atomic_load(&team_pool.wake) == seen) team_futex_wait(&team_pool.wake, seen);
@@ -114,6 +115,9 @@ static void team_bind_helper(team_helper *helper) {
     pid_t thread = atomic_load(&helper->thread);
     if (cpus && thread) syscall(SYS_sched_setaffinity, thread, TEAM_CPU_WORDS * sizeof *cpus, cpus);
 }
+
+/* How long a helper without work spins before it sleeps, from now on. */
+static void team_pool_spin(int64_t spin_ns) { atomic_store(&team_pool.spin_ns, spin_ns); }
 
 /* From now on helper `number` runs on these CPUs only; the mask stays where it is. */
 static void team_pool_place(int number, const uint64_t *cpus) {

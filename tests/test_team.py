@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from fastdecode_rdma import _team
 from fastdecode_rdma.config import AttentionGeometry, KVGroup
 from fastdecode_rdma.ops import CpuOps
 from fastdecode_rdma.worker.session import AttentionSession, MemoryBudget
@@ -121,3 +122,18 @@ def test_a_session_computes_the_same_while_the_team_is_busy() -> None:
     for thread in threads:
         thread.join(120)
     assert len(results) == 4 and len(set(results)) == 1
+
+
+def test_helpers_that_sleep_at_once_compute_the_same(problem: tuple[torch.Tensor, ...]) -> None:
+    x, weight, _ = problem
+    ops = CpuOps(num_threads=4, deterministic=True)
+    packed = ops.pack(weight)
+    expected = ops.linear(x, packed).clone()
+    _team.set_spin_ns(0)
+    try:
+        for _ in range(100):
+            assert torch.equal(ops.linear(x, packed), expected)
+    finally:
+        _team.set_spin_ns(100_000)
+    with pytest.raises(ValueError, match="at least 0"):
+        _team.set_spin_ns(-1)

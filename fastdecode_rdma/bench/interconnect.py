@@ -22,7 +22,7 @@ from fastdecode_rdma.bench.interconnect_figures import Bandwidth, Latency
 from fastdecode_rdma.bench.interconnect_options import Case, Settings, settings_of
 from fastdecode_rdma.bench.interconnect_peer import Measurement, Outcome, Peer, at_once
 from fastdecode_rdma.bench.interconnect_report import Table
-from fastdecode_rdma.command_line import messages_on_stderr
+from fastdecode_rdma.command_line import messages_on_stderr, unwinding_on_signals
 from fastdecode_rdma.errors import FastDecodeError, TransportError
 from fastdecode_rdma.transport.address import parse_url
 from fastdecode_rdma.transport.base import PlaneUnavailable
@@ -235,6 +235,7 @@ def run(args: argparse.Namespace) -> int:
         FastDecodeError: an option cannot be used, or a peer cannot, died or changed bytes.
     """
     settings = settings_of(args)
+    report.check_files(args.json, args.csv, args.plot)
     report.check_plot(args.plot)
     if settings.compare:
         perftest.check_installed(
@@ -248,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
     )
     error: str | None = "interrupted"
     try:
-        with messages_on_stderr():
+        with messages_on_stderr(), unwinding_on_signals():
             bench.run()
         error = None
     except FastDecodeError as exc:

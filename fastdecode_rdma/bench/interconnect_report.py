@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -128,7 +129,33 @@ def write_json(path: Path, bench: str, content: Mapping[str, Any], error: str | 
         "error": error,
         **content,
     }
-    path.write_text(json.dumps(_finite(result), indent=1, allow_nan=False) + "\n")
+    text = json.dumps(_finite(result), indent=1, allow_nan=False) + "\n"
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+        path.write_text(text)
+        return
+    # whoever looks, or kills this process, finds the old file or the new one, never half of it
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def check_files(*paths: Path | None) -> None:
+    """Makes sure, before anything is measured, that results can be written.
+
+    Raises:
+        ConfigError: a path cannot be written.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        if str(path) == "-":
+            raise ConfigError("results go to files, expected a path instead of -, as /dev/stdout")
+        if path.is_dir():
+            raise ConfigError(f"cannot write {path}: it is a folder")
+        if not path.parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"cannot write {path}: permission denied")
 
 
 def write_csv(path: Path, tables: Sequence[Table], report: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from fastdecode_rdma import host_facts
 from fastdecode_rdma.bench.attention import numbers_of
 from fastdecode_rdma.bench.interconnect_arguments import add_workers
-from fastdecode_rdma.bench.interconnect_report import write_json
+from fastdecode_rdma.bench.interconnect_report import check_files, write_json
 from fastdecode_rdma.bench.layer_models import LayerShape, add_model_arguments, shape_of
 from fastdecode_rdma.bench.layer_session import Exchanges, LayerSession, warm_up
 from fastdecode_rdma.command_line import messages_on_stderr, split_workers
@@ -233,6 +233,7 @@ def run(args: argparse.Namespace) -> int:
         FastDecodeError: an option cannot be used, or a worker cannot.
     """
     settings = settings_of(args)
+    check_files(args.json)
     shape = settings.shape
     print(
         f" {shape.name}: {shape.num_q_heads} query and {shape.num_kv_heads} KV heads of "

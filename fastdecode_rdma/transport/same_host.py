@@ -46,3 +46,14 @@ def spin_ns(ours: bytes, theirs: bytes) -> int:
     they share a core, as the one that looks could keep the other from making them."""
     shared = int.from_bytes(ours, "little") & int.from_bytes(theirs, "little")
     return SPIN_NS if ours and theirs and not shared else 0
+
+
+def is_from_here(fd: int) -> bool:
+    """Whether the peer of a connected socket is on this machine, as far as addresses tell."""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return True
+        try:
+            return sock.getpeername()[0] == sock.getsockname()[0]
+        except OSError:  # it has gone
+            return False

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastdecode_rdma import _team
 from fastdecode_rdma.config import AttentionGeometry
 from fastdecode_rdma.transport import open_hosts
 from fastdecode_rdma.transport._pump import Plane
 from fastdecode_rdma.transport.base import FrameSizes, Session, check_slots
+from fastdecode_rdma.transport.same_host import is_from_here
 from fastdecode_rdma.transport.serve import DataPlane
 from fastdecode_rdma.wire.messages import SlotPlan
 from fastdecode_rdma.worker.attention import (
@@ -52,6 +54,11 @@ def open_data_plane(
 ) -> DataPlane:
     """Returns the data plane of a session, or of a benchmark's."""
     if not isinstance(session, BenchSession):
+        if is_from_here(fd) and (plane is None or not plane.spin_ns):
+            # Cores are shared with the engine: helpers that look for more work after a layer keep
+            # it from its own. Measured on two cores: 0.92 of the embedded worker's tokens/s become
+            # 0.99 over shared memory.
+            _team.set_spin_ns(0)
         return DataPlane(fd, epoch, slots, session, plane)
     session.attach(fd)
     return DataPlane(fd, epoch, slots, session, plane, bench=True)

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -195,6 +196,55 @@ def test_a_duration_instead_of_iterations(peer, plane, tmp_path) -> None:
 )
 def test_options_that_cannot_be(capfd, arguments, words) -> None:
     assert words in refusal(capfd, "--workers", "tcp://127.0.0.1:1", *arguments)
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("-", "instead of -"), ("", "it is a folder"), ("nowhere/o.png", "there is no folder")],
+)
+def test_results_that_cannot_be_written_are_told_before_measuring(
+    tmp_path, monkeypatch, capfd, option, name, words
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refusal(capfd, "--workers", "tcp://127.0.0.1:1", option, name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_leaves_what_it_measured(peer, tmp_path, number, code) -> None:
+    place = tmp_path / "o.json"
+    place.write_text("old")
+    command = [sys.executable, "-m", "fastdecode_rdma.cli", "bench", "interconnect"]
+    command += ["--workers", f"tcp://{peer.place}", "--kind", "send", "--test", "latency"]
+    command += ["--size", "64,128,256", "--duration", "5", "--json", str(place)]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    while "#bytes" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.3)  # it measures
+    assert place.read_text() == "old"
+    process.send_signal(number)
+    assert process.wait(5) == code
+    assert "Traceback" not in process.stderr.read()
+    result = strict_json(place)
+    assert not result["complete"] and result["error"] == "interrupted"
+    assert [path.name for path in tmp_path.iterdir()] == ["o.json"]
+
+
+def test_a_server_killed_in_mid_run_is_one_line_and_valid_json(start_peer, tmp_path, capfd) -> None:
+    peer, place = start_peer(), tmp_path / "o.json"
+    threading.Timer(0.8, lambda: os.kill(peer.process.pid, signal.SIGKILL)).start()
+    options = ["--workers", f"tcp://{peer.place}", "--kind", "send", "--test", "latency"]
+    start_s = time.monotonic()
+    options += ["--size", "64,128", "--duration", "0.6", "--json", str(place)]
+    words = refusal(capfd, *options)
+    assert peer.place in words and time.monotonic() - start_s < 4
+    result = strict_json(place)
+    assert not result["complete"] and result["error"] in words
+    assert [len(table["rows"]) for table in result["tables"]] == [1]  # what was whole is kept
 
 
 def test_rdma_by_name_is_not_replaced(peer, capfd) -> None:
