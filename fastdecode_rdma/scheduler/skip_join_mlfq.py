@@ -47,11 +47,12 @@ class MlfqSettings:
 @dataclass(slots=True, eq=False)
 class _Entry(Entry):
     """left_s: of its quantum, while it does not run. expiry_s: what `served_s` will be when it is
-    used up, while it does."""
+    used up, while it does. return_s: what it took from its admission to its next token."""
 
     level: int = 0
     left_s: float = 0.0
     expiry_s: float = 0.0
+    return_s: float = 0.0
     is_in_batch: bool = False
 
 
@@ -151,6 +152,7 @@ class SkipJoinMlfqScheduler(QueuedScheduler):
         self._served_s += decode_s
         for entry in list(self._prefilling):
             assert isinstance(entry, _Entry)
+            entry.return_s += passed_s
             if entry.is_in_batch:  # it was not decoding: the prefill's time is what it used
                 self._grant(entry, entry.expiry_s - self._served_s + decode_s - prefill_s)
             else:
@@ -197,6 +199,8 @@ class SkipJoinMlfqScheduler(QueuedScheduler):
             self._grant(entry, entry.left_s)
             self._idle_since.pop(entry, None)
         for entry in started:
+            assert isinstance(entry, _Entry)
+            entry.return_s = 0.0
             self._idle_since.pop(entry, None)
 
     def _forget(self, entry: Entry) -> None:
@@ -208,7 +212,16 @@ class SkipJoinMlfqScheduler(QueuedScheduler):
     # -- memory
 
     def _may_evict(self, entry: Entry, other: Entry) -> bool:
-        return entry.rank[:2] < other.rank[:2]
+        """Those of a lower priority, and those of lower queues once they have decoded for as long
+        as it took them to come back. Without that, jobs that are promoted in turn would take each
+        other's memory at every token, and nearly all of the time would go into prompts."""
+        assert isinstance(other, _Entry)
+        if entry.job.priority != other.job.priority:
+            return entry.job.priority < other.job.priority
+        if entry.level >= other.level:
+            return False
+        decoded = other.job.num_tokens - other.start_tokens
+        return decoded * self._costs.decode_s(1, other.job.num_tokens) >= other.return_s
 
     def _give_way(self, candidates: list[Entry]) -> list[Entry]:
         """The largest expected time to the next service first; among equals the last in line."""

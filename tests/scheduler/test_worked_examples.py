@@ -114,3 +114,19 @@ def test_memory_of_those_that_run_last_goes_to_a_newcomer(
     plan = driver.step()
     assert plan.preempted == [1] and plan.prefill == [(4,)]
     assert set(driver.run()) == {1, 2, 3, 4}
+
+
+def test_jobs_that_are_promoted_in_turn_do_not_live_on_each_others_memory(
+    clock: Any, by_table: Callable[..., Any], drive: Callable[..., Any]
+) -> None:
+    """Eight jobs of which two fit, each promoted again and again: every admission computes a prompt
+    of 30 anew, so what jobs decode until the next one must be worth it."""
+    driver = drive(mlfq(clock, by_table(), alpha_s=5.0), capacity=80, costs=by_table())
+    for handle in range(8):
+        driver.add(Job(handle, 30, 30, 10, handle))
+    admissions = steps = 0
+    while driver.policy.has_work():
+        admissions += len(driver.step().prefill)
+        steps += 1
+        assert steps < 1000
+    assert admissions <= 16, admissions
