@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode_rdma import __version__, numa, pages
+from fastdecode_rdma.command_line import split_workers
 from fastdecode_rdma.errors import FastDecodeError
 from fastdecode_rdma.isa import ISA_VARIABLE, UNPROVEN
 from fastdecode_rdma.transport.pinned import try_pinning
 from fastdecode_rdma.transport.rdma_facts import find_rdma, format_rdma
+from fastdecode_rdma.wire.token_file import find_token
 from fastdecode_rdma.worker import limits
 from fastdecode_rdma.worker.memory import SLAB_BYTES, SlabPool
 
@@ -29,6 +31,14 @@ ROOT = Path("/")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `fastdecode doctor`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument(
+        "--workers",
+        metavar="A,B",
+        help="measure the way to these workers, too, in both directions, for half a second each",
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the workers' token (default: FASTDECODE_TOKEN_FILE)"
+    )
 
 
 def find_python() -> dict[str, str]:
@@ -270,13 +280,27 @@ def format_lines(facts: dict[str, Any]) -> str:
         ("GPU pins rows", facts["gpu_memory"]["pinned"]),
         ("GPUDirect", facts["gpu_memory"]["gpudirect"]),
         *((f"use: {name}", text) for name, text in facts["used"].items()),
+        *facts.get("path_lines", ()),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the facts."""
+    """Prints the facts; returns 1 if a worker could not be reached.
+
+    Raises:
+        ConfigError: --workers or the token file cannot be used.
+    """
     facts = find_all()
-    print(json.dumps(facts, indent=2) if args.json else format_lines(facts))
-    return 0
+    paths = []
+    if args.workers is not None:
+        # read here: a machine without the extensions has facts, too
+        measure_paths = import_module("fastdecode_rdma.bench.paths").measure_paths
+        paths = measure_paths(split_workers(args.workers), find_token(args.token_file))
+        facts["paths"] = [path.json() for path in paths]
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(format_lines({**facts, "path_lines": [(f"to {p.worker}", p.line()) for p in paths]}))
+    return int(any(path.error for path in paths))

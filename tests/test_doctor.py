@@ -159,3 +159,15 @@ def test_numa_nodes_that_are_used(make_root, monkeypatch):
 def test_an_unlimited_memlock_is_told_from_a_number(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8192, resource.RLIM_INFINITY))
     assert doctor.find_memlock() == {"soft": 8192, "hard": None}
+
+
+def test_the_way_to_workers_is_measured_in_both_directions(start_workers, capsys):
+    (worker,) = start_workers(1, memory="64MiB")
+    assert cli.main(["doctor", "--json", "--workers", worker.address]) == 0
+    (path,) = json.loads(capsys.readouterr().out)["paths"]
+    assert (path["worker"], path["plane"], path["error"]) == (worker.address, "tcp", "")
+    assert path["latency_usec"] > 0 and path["to_gbit_per_s"] > 0 and path["from_gbit_per_s"] > 0
+    nobody = "tcp://127.0.0.1:9"
+    assert cli.main(["doctor", "--workers", f"{nobody},{worker.address}"]) == 1
+    out = capsys.readouterr().out
+    assert "cannot connect: Connection refused" in out and "Gb/s there, " in out

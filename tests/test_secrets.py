@@ -86,7 +86,8 @@ def test_commands_and_worker_are_silent_about_it(
     score = ["score", "--model", model, "--workers", address, *files]
     profile = ["profile", "--model", model, "--workers", address]
     profile += ["--output", str(tmp_path / "profile.json")]
-    commands = (status, generate, demo, own_worker, serve, score, profile)
+    doctor = ["doctor", "--workers", address]
+    commands = (status, generate, demo, own_worker, serve, score, profile, doctor)
     assert {command[0] for command in commands} == {
         name for name in cli.COMMANDS if "--token-file" in options_of(name)
     }
@@ -105,10 +106,11 @@ def test_commands_and_worker_are_silent_about_it(
     captured = capfd.readouterr()
     assert cli.main([*status, "--token-file", str(tokens["right"])]) == 0
     worker_said = finish()
-    assert worker_said.count("refused") == 5  # it heard of the wrong ones and said so
+    assert worker_said.count("refused") == 6  # it heard of the wrong ones and said so
     for text in (captured.out, captured.err, caplog.text, worker_said):
         assert_silent(text)
-    assert captured.err.count("fastdecode: error: ") + captured.out.count("unreachable") == failures
+    told = captured.out.count("unreachable") + captured.out.count(f"to {address}")
+    assert captured.err.count("fastdecode: error: ") + told == failures
     assert address in captured.err and "chmod 600" in captured.err
 
 
