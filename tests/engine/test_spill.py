@@ -316,7 +316,7 @@ def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(tmp_path: P
 
 @pytest.fixture(autouse=True)
 def wide_model(tiny_models: Callable[..., Path]) -> None:
-    tiny_models("llama-wide", head_dim=128)
+    tiny_models("llama-wide_heads", head_dim=128)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip_join_mlfq"])
@@ -330,7 +330,7 @@ def test_copies_in_the_memory_of_other_workers(
     always(True)
     workers = [*start_workers(1, memory="3MiB"), *start_workers(1, memory="5MiB")]
     with Generator.from_pretrained(
-        tiny_models("llama-wide"),
+        tiny_models("llama-wide_heads"),
         workers=[w.address for w in workers],
         scheduler=policy,
         scheduler_options=OWN.get(policy),
@@ -340,7 +340,7 @@ def test_copies_in_the_memory_of_other_workers(
         max_num_seqs=COUNT,
         spill_to="workers",
     ) as gen:
-        assert results(gen.complete(PROMPTS, PARAMS)) == alone("llama-wide")
+        assert results(gen.complete(PROMPTS, PARAMS)) == alone("llama-wide_heads")
         stats = gen.stats()
         assert stats.kv_spills > 0 and stats.num_preemptions_total > 0 and stats.spill_faults == 0
         assert not gen._parts.engine.placement._copies  # sequences needed all room, or are over
@@ -399,7 +399,7 @@ def test_a_worker_killed_while_sequences_are_spilled(
     workers = start_workers(2, memory="4MiB")
     (tmp_path / "spill").mkdir()
     with Generator.from_pretrained(
-        tiny_models("llama-wide"),
+        tiny_models("llama-wide_heads"),
         workers=[w.address for w in workers],
         kv_cache_dtype="fp32",
         deterministic=True,
@@ -413,7 +413,7 @@ def test_a_worker_killed_while_sequences_are_spilled(
             assert time.monotonic() < deadline
             time.sleep(0.001)
         workers[0].kill()
-        assert results([handle.result() for handle in handles]) == alone("llama-wide")
+        assert results([handle.result() for handle in handles]) == alone("llama-wide_heads")
         stats = gen.stats()
         assert stats.recoveries == 1 and stats.kv_restores > 0
 
