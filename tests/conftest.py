@@ -103,12 +103,15 @@ def gemma3_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes (once per name) tiny random checkpoints with a byte-level tokenizer of 300 tokens."""
-    made: dict[str, Path] = {}
+    made: dict[str, tuple[Path, dict[str, object]]] = {}
 
     def make(name: str, **changes: object) -> Path:
         if name not in made:
-            made[name] = _save_tiny(tmp_path_factory.mktemp(name), name.split("-")[0], changes)
-        return made[name]
+            path = _save_tiny(tmp_path_factory.mktemp(name), name.split("-")[0], changes)
+            made[name] = path, changes
+        path, made_with = made[name]
+        assert not changes or changes == made_with, f"{name!r} is another model's name: {made_with}"
+        return path
 
     return make
 
