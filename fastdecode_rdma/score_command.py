@@ -73,10 +73,17 @@ def _run(args: argparse.Namespace) -> int:
     from fastdecode_rdma.batch.score_runner import ScoreRun
     from fastdecode_rdma.batch.tables import open_source
     from fastdecode_rdma.engine.options import resolve_model_dir
+    from fastdecode_rdma.errors import ConfigError
     from fastdecode_rdma.generator import Generator
+    from fastdecode_rdma.models.config import ModelConfig
 
     check_ray(args)
     directory = resolve_model_dir(args.model)
+    vocab_size = ModelConfig.from_hf(directory).vocab_size
+    if args.prefix_token_id is not None and not 0 <= args.prefix_token_id < vocab_size:
+        raise ConfigError(
+            f"--prefix-token-id must be a token id below {vocab_size}, got {args.prefix_token_id}"
+        )
     work = Work(
         command="score",
         directory=directory,

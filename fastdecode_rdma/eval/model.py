@@ -36,7 +36,7 @@ class FastDecodeLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str | os.PathLike[str] | Generator,
+        pretrained: str | os.PathLike[str] | Generator | None = None,
         *,
         tokenizer: str | None = None,
         dtype: str = "auto",
@@ -76,6 +76,8 @@ class FastDecodeLM(TemplateLM):
             ConfigError: an argument cannot be used. TransportError: a worker cannot be reached.
         """
         super().__init__()
+        if pretrained is None:
+            raise ConfigError("no model: pass pretrained=DIR (--model_args pretrained=DIR)")
         note_batch_size(batch_size, max_batch_size)
         self._settings = Settings.checked(
             max_length=max_length,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -27,7 +28,7 @@ from fastdecode_rdma.batch.output import Output
 from fastdecode_rdma.batch.planning import LineRange, open_numbers, plan_ranges
 from fastdecode_rdma.batch.progress import Counts, Progress, UnderWay
 from fastdecode_rdma.batch.runner import WAIT_S
-from fastdecode_rdma.errors import ConfigError, TransportError
+from fastdecode_rdma.errors import ConfigError, FastDecodeError, TransportError
 from fastdecode_rdma.ray.engines import LineEngine, ScoreEngine
 from fastdecode_rdma.ray.line_rows import (
     LineDatasource,
@@ -63,7 +64,7 @@ def connected(address: str | None, num_actors: int) -> Iterator[None]:
         _check_answers(address or os.environ["RAY_ADDRESS"])
         try:
             ray.init(address=address, **quiet)
-        except ConnectionError as error:
+        except Exception as error:  # Ray's are of many kinds
             raise ConfigError(f"cannot reach Ray at {address or 'RAY_ADDRESS'}: {error}") from error
     else:
         ray.init(
@@ -312,6 +313,16 @@ class _Job:
             return
         if not isinstance(error, ray.exceptions.RayError):
             raise error
-        cause = getattr(error, "cause", None) or error
-        last = str(cause).strip().splitlines() or [type(cause).__name__]
-        raise TransportError(f"an engine failed: {last[-1]}") from error
+        raise TransportError(f"an engine failed: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What an engine raised. Ray wraps it, several times at times, and adds advice of its own."""
+    innermost = error
+    while cause := getattr(innermost, "cause", None) or innermost.__cause__:
+        innermost = cause
+    if isinstance(innermost, FastDecodeError):
+        return str(innermost)
+    lines = str(innermost).strip().splitlines() or [type(innermost).__name__]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (named or lines)[-1]
