@@ -206,3 +206,8 @@ def test_the_generator_that_the_harness_opens_can_be_used(tiny: FastDecodeLM) ->
     info = tiny.get_model_info()
     assert info["model_dtype"] == "float32" and info["kv_cache_dtype"] == "fp32"
     assert info["quantization"] is None and info["isa"] == tiny.generator.stats().isa
+
+
+def test_a_missing_model_is_told_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="pass pretrained=DIR"):
+        FastDecodeLM()
