@@ -192,21 +192,7 @@ static inline int64_t dense_block_at(int type, int64_t k)
 #define DENSE_MR 3
 #define DENSE_WIDTHS {1, 1, 1}
 #define DENSE_MADD(a, b, c) ((a) * (b) + (c))
-#include "dense_tile.h"
-#include "dense_gemm.h"
-#include "dense_body.h"
-#include "dense_attend.h"
-#undef DENSE
-#undef DENSE_VL
-#undef DENSE_MR
-#undef DENSE_TILE_ROWS
-#undef DENSE_NP
-#undef DENSE_WIDTHS
-#undef DENSE_MADD
-#undef DENSE_VECS
-#undef DENSE_CASE
-#undef DENSE_CASES
-#undef DENSE_TILES
+#include "dense_set.h"
 
 #if defined(__x86_64__)
 #pragma GCC push_options
@@ -218,21 +204,7 @@ static inline int64_t dense_block_at(int type, int64_t k)
 #define DENSE_MR 6 /* 6 x 16 sums + 2 weight vectors + 1 broadcast fill 15 of 16 registers */
 #define DENSE_WIDTHS {4, 2, 2, 1, 1, 1}
 #define DENSE_MADD(a, b, c) ((v8f)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#include "dense_tile.h"
-#include "dense_gemm.h"
-#include "dense_body.h"
-#include "dense_attend.h"
-#undef DENSE
-#undef DENSE_VL
-#undef DENSE_MR
-#undef DENSE_TILE_ROWS
-#undef DENSE_NP
-#undef DENSE_WIDTHS
-#undef DENSE_MADD
-#undef DENSE_VECS
-#undef DENSE_CASE
-#undef DENSE_CASES
-#undef DENSE_TILES
+#include "dense_set.h"
 #pragma GCC pop_options
 
 typedef float v16f __attribute__((vector_size(64)));
@@ -264,21 +236,7 @@ DENSE_INLINE v8f avx512_madd8(v8f a, v8f b, v8f c)
 #define DENSE_MR 16 /* as many sums, each a panel's line, as there are rows of a skinny product: one tile */
 #define DENSE_WIDTHS {4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1}
 #define DENSE_MADD(a, b, c) _Generic((a), v8f: avx512_madd8, default: avx512_madd16)(a, b, c)
-#include "dense_tile.h"
-#include "dense_gemm.h"
-#include "dense_body.h"
-#include "dense_attend.h"
-#undef DENSE
-#undef DENSE_VL
-#undef DENSE_MR
-#undef DENSE_TILE_ROWS
-#undef DENSE_NP
-#undef DENSE_WIDTHS
-#undef DENSE_MADD
-#undef DENSE_VECS
-#undef DENSE_CASE
-#undef DENSE_CASES
-#undef DENSE_TILES
+#include "dense_set.h"
 #pragma GCC pop_options
 #define DENSE_BODY(name) (dense_isa == 2 ? avx512_##name : dense_isa == 1 ? avx2_##name : base_##name)
 
@@ -308,10 +266,7 @@ DENSE_INLINE v8f neon_madd8(v8f a, v8f b, v8f c)
 #define DENSE_MR 6 /* 6 x 16 sums + 4 weight vectors + 1 broadcast fill 29 of 32 registers */
 #define DENSE_WIDTHS {4, 2, 2, 1, 1, 1}
 #define DENSE_MADD(a, b, c) _Generic((a), v8f: neon_madd8, default: neon_madd4)(a, b, c)
-#include "dense_tile.h"
-#include "dense_gemm.h"
-#include "dense_body.h"
-#include "dense_attend.h"
+#include "dense_set.h"
 #define DENSE_BODY(name) (dense_isa == 1 ? neon_##name : base_##name)
 
 #else
