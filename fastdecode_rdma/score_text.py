@@ -95,14 +95,15 @@ class ScoreEncoder:
         return rolling_spans(np.concatenate([before, after]), self._max_length)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes both together, so that tokens at the border are those of the whole text."""
+        """The context as it is alone, then what the whole text has behind as many tokens: the
+        harness's rule. Where a token of the whole text spans the border, the two differ there."""
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation  # spaces belong to the next word
         if not bare:
             return self._encode("", False), self._encode(continuation, False)
         whole = self._encode(bare + continuation, self._adds_special)
         before = self._encode(bare, self._adds_special)
-        return whole[: len(before)], whole[len(before) :]
+        return before, whole[len(before) :]
 
     def _with_prefix(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Splits ids after the token that nothing comes before: the prefix token, once."""

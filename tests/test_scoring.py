@@ -15,7 +15,8 @@ import torch
 
 from fastdecode_rdma import ConfigError, FastDecodeError, Generator, Loglikelihood, SamplingParams
 from fastdecode_rdma.engine.scoring import ScoreItem
-from fastdecode_rdma.score_text import rolling_spans
+from fastdecode_rdma.score_text import ScoreEncoder, rolling_spans
+from fastdecode_rdma.tokenizer import Tokenizer
 
 BOS, EOS = 256, 257
 
@@ -301,6 +302,22 @@ SENTENCES = [
     "Grüße, 日本語 and 😀 are text, too.",
 ]
 LIMIT = 1e-3
+
+
+@pytest.mark.parametrize("pair", [("The inter", "national law"), ("x =", "= 3"), ("One ", "two")])
+def test_a_token_across_the_border_is_split_as_by_the_harness(
+    pair: tuple[str, str], smollm2_dir: Path
+) -> None:
+    tokenizer = Tokenizer.from_directory(smollm2_dir)
+    assert tokenizer is not None
+    encoder = ScoreEncoder(
+        tokenizer, vocab_size=49152, max_length=64, prefix_token_id=None, add_special_tokens=None
+    )
+    (span,) = encoder.pair(pair)
+    context = pair[0].rstrip()
+    whole, alone = tokenizer.encode("".join(pair)), tokenizer.encode(context)
+    assert span.ids.tolist() == [*alone, *whole[len(alone) :]]
+    assert span.first == len(alone) and (whole[: len(alone)] == alone) == (pair[0] == "One ")
 
 
 def test_a_real_model_scores_as_transformers_does(smollm2_dir: Path) -> None:
