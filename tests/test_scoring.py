@@ -337,12 +337,13 @@ def test_a_real_model_scores_as_transformers_does(smollm2_dir: Path) -> None:
         ids = gen.tokenizer.encode(text)
         assert scored.token_ids == ids == prompt.token_ids.tolist()
         assert pair.token_ids == ids[len(ids) - len(pair.token_ids) :]
-        for begin, got in (
-            ([prefix], scored.token_logprobs),
-            ([], pair.token_logprobs),
-            ([], prompt.logprobs[1:]),
+        context = gen.tokenizer.encode(text[:20].rstrip())  # at times cut within a token
+        for sequence, got in (
+            ([prefix, *ids], scored.token_logprobs),
+            ([*context, *pair.token_ids], pair.token_logprobs),
+            (ids, prompt.logprobs[1:]),
         ):
-            fed = torch.tensor([[*begin, *ids]])
+            fed = torch.tensor([sequence])
             with torch.no_grad():
                 logprobs = torch.log_softmax(oracle(fed).logits[0, :-1].double(), -1)
             own = logprobs.gather(1, fed[0, 1:, None])[:, 0].numpy()[-len(got) :]
