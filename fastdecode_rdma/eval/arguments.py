@@ -89,12 +89,13 @@ def worker_addresses(value: object) -> list[str] | None:
 
 
 def usable_device(device: object) -> str | None:
-    """Returns the generator's device. The harness's command line says "cuda:0" unasked: where
-    there is none, that is the CPU."""
-    if device is None or device == "cpu":
-        return None if device is None else "cpu"
-    if str(device).split(":")[0] == "cuda" and not torch.cuda.is_available():
-        tell_once(f"device={device!r}: there is no CUDA device, the dense layers run on the CPU")
+    """Returns the generator's device. The harness's command line says "cuda:0" unasked: that is the
+    CPU, where there is no such device and where there is one, which a generator does not take."""
+    if device is None:
+        return None
+    if str(device).split(":")[0] == "cuda":
+        why = "is not used by this version" if torch.cuda.is_available() else "is not there"
+        tell_once(f"device={device!r}: a CUDA device {why}, the dense layers run on the CPU")
         return "cpu"
     return str(device)
 
