@@ -8,8 +8,8 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -126,6 +126,11 @@ def run_file(args: argparse.Namespace, source: Source, work: Work) -> int:
             _make_table(files)
             return EXIT_FAILED_LINES if begun.done.failed else 0
         is_ray = getattr(args, "ray", False)
+        if is_ray:
+            if files.output == STANDARD:
+                begun.writer = LineWriter(files.output, overwrite=False)
+                stack.callback(begun.writer.close)
+            stack.enter_context(_output_on_stderr())
         generator = stack.enter_context(_ray(args) if is_ray else work.load())
         if begun.writer is None:
             begun.writer = LineWriter(files.output, overwrite=args.overwrite)
@@ -205,6 +210,20 @@ def _counting(args: argparse.Namespace, files: _Files, begun: _Begun) -> tuple[C
     total = None if files.seen is None else min(files.seen.num_lines, args.limit or sys.maxsize)
     counts = Counts(resumed=begun.done.count, resumed_failed=begun.done.failed, total=total)
     return counts, Progress(counts, output_is_terminal=begun.writer.is_terminal)
+
+
+@contextmanager
+def _output_on_stderr() -> Iterator[None]:
+    """Ray prints what its processes say; records alone belong on standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _ray(args: argparse.Namespace) -> AbstractContextManager[Any]:

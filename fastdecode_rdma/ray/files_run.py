@@ -54,7 +54,7 @@ END_S = 10.0
 @contextmanager
 def connected(address: str | None, num_actors: int) -> Iterator[None]:
     """Connects to a cluster (`address`, else RAY_ADDRESS), or starts a Ray of this machine with
-    room for so many actors; one that runs already is used as it is."""
+    room for so many actors; what this process is connected to already is used as it is."""
     if ray.is_initialized():
         yield
         return
@@ -68,6 +68,7 @@ def connected(address: str | None, num_actors: int) -> Iterator[None]:
             raise ConfigError(f"cannot reach Ray at {address or 'RAY_ADDRESS'}: {error}") from error
     else:
         ray.init(
+            address="local",  # or it would be the cluster that runs here, with other resources
             num_cpus=num_actors + LOCAL_MORE_CPUS,
             include_dashboard=False,
             object_store_memory=LOCAL_STORE_BYTES,
@@ -317,12 +318,19 @@ class _Job:
 
 
 def _reason(error: BaseException) -> str:
-    """What an engine raised. Ray wraps it, several times at times, and adds advice of its own."""
-    innermost = error
-    while cause := getattr(innermost, "cause", None) or innermost.__cause__:
-        innermost = cause
-    if isinstance(innermost, FastDecodeError):
-        return str(innermost)
-    lines = str(innermost).strip().splitlines() or [type(innermost).__name__]
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return (named or lines)[-1]
+    """What an engine raised. Ray wraps it, several times at times, as an object or as the text of a
+    traceback, and adds advice of its own."""
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = getattr(each, "cause", None) or each.__cause__
+    for each in reversed(chain):
+        if isinstance(each, FastDecodeError):
+            return str(each)
+    lines = [line.strip() for each in chain for line in str(each).splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith(f"{FastDecodeError.__module__}.")]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return (ours or named or lines or [type(error).__name__])[-1].removeprefix(
+        f"{FastDecodeError.__module__}."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from fastdecode_rdma import Generator
-from fastdecode_rdma.batch import output, progress
+from fastdecode_rdma.batch import command, output, progress
 from fastdecode_rdma.batch.files import LineSource, LineWriter
 from fastdecode_rdma.batch.job import DoneLines, SeenIds, model_digest, scan_input
 from fastdecode_rdma.batch.output import Output
@@ -207,3 +208,12 @@ def test_a_models_digest_follows_its_weights_and_not_its_place(model, tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert model_digest(copy) != model_digest(model)
+
+
+def test_with_ray_records_alone_are_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    os.write(1, b"before ")
+    with command._output_on_stderr():
+        os.write(1, b"said by a process of Ray's")
+    os.write(1, b"after")
+    out, err = capfd.readouterr()
+    assert out == "before after" and err == "said by a process of Ray's"

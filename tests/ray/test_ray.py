@@ -218,6 +218,16 @@ def test_an_address_where_nothing_listens_is_told_at_once():
             files_run._check_answers(address)
 
 
+def test_a_failure_is_told_by_what_the_engine_raised():
+    text = "ray::Engine()\n  File x\nfastdecode_rdma.errors.ConfigError: not so\n\nAdvice of Ray"
+    outer = ray.exceptions.RayError("To change retries, configure Ray")
+    assert files_run._reason(ray.exceptions.RayError(text)) == "ConfigError: not so"
+    assert files_run._reason(outer) == "To change retries, configure Ray"
+    outer.__cause__ = ValueError("wrapped")
+    outer.__cause__.__cause__ = ConfigError("the model is not there")
+    assert files_run._reason(outer) == "the model is not there"
+
+
 def test_ports_of_workers_are_forgotten_at_the_end(cluster, model):
     pool = config(model, num_workers=1).start_workers()
     (actor,) = pool.actors
