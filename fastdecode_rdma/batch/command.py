@@ -146,6 +146,7 @@ def run_file(args: argparse.Namespace, source: Source, work: Work) -> int:
                 work.formats(begun.job, generator.tokenizer),
                 begun.done,
                 limit=args.limit,
+                first=None if files.seen is None else files.seen.first,
             )
             stack.callback(intake.close)
             counts, progress = _counting(args, files, begun)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode_rdma.batch.files import LineSource
 from fastdecode_rdma.batch.intake import FormatFor, Intake
-from fastdecode_rdma.batch.job import DoneLines, Job
+from fastdecode_rdma.batch.job import DoneLines, Job, scan_input
 from fastdecode_rdma.batch.records import PromptLines, Record, message_of
 from fastdecode_rdma.batch.tables import TableSource
 from fastdecode_rdma.errors import ConfigError
@@ -65,7 +65,10 @@ def dry_run(
     bound = args.max_model_len or config.max_model_len
     encoder = PromptEncoder(tokenizer, vocab_size=config.vocab_size, max_model_len=_NO_LIMIT)
     job = Job(facts={}, seed=0, created=0)
-    intake = Intake(source, formats(job, tokenizer), DoneLines(), limit=args.limit)
+    first = None
+    if not isinstance(source, PromptLines) and source.path is not None:
+        first = scan_input(source.lines()).first
+    intake = Intake(source, formats(job, tokenizer), DoneLines(), limit=args.limit, first=first)
     found = Findings()
     try:
         while not intake.ended:

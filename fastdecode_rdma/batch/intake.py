@@ -11,14 +11,15 @@ from fastdecode_rdma.batch.tables import TableSource
 from fastdecode_rdma.errors import ConfigError
 
 FormatFor = Callable[[RawLine], LineFormat]
-"""Chooses the kind of lines by the first one."""
+"""Chooses the kind of lines by the first one that can be read."""
 
 
 class Intake:
     """Reads records one by one: those of lines that are done already are left out, an id that came
     before is an error of its line.
 
-    limit: lines of the input that count; None for all.
+    limit: lines of the input that count; None for all. first: the line that tells the kind of all,
+    where the input was read before; else it is the first that comes.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class Intake:
         done: DoneLines,
         *,
         limit: int | None = None,
+        first: RawLine | None = None,
     ) -> None:
+        self._first = first
         self._source = source
         self._format_for = format_for
         self._format: LineFormat | None = None
@@ -66,7 +69,7 @@ class Intake:
 
     def _record(self, line: RawLine) -> Record:
         if self._format is None:
-            self._format = self._format_for(line)
+            self._format = self._format_for(self._first or line)
         record = self._format.parse(line)
         if record.has_own_id:
             assert record.id is not None

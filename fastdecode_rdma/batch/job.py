@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode_rdma.batch.files import RawLine
+from fastdecode_rdma.batch.json_lines import load_line
 from fastdecode_rdma.errors import ConfigError
 
 VERSION = 1
@@ -33,7 +34,8 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What one pass over an input file shows. first: its first line that is not blank."""
+    """What one pass over an input file shows. first: its first line that can be read, which tells
+    the kind of all; if none can, the first that is not blank."""
 
     digest: str
     num_lines: int
@@ -44,14 +46,24 @@ class InputFacts:
 def scan_input(lines: Iterable[RawLine]) -> InputFacts:
     """Reads an input once. Line ends and blank lines do not count, but for the numbers."""
     hasher = hashlib.blake2b(digest_size=16)
-    first, num_lines, number = None, 0, 0
+    first, is_read, num_lines, number = None, False, 0, 0
     for line in lines:
         number, num_lines = line.number, num_lines + 1
-        first = first or line
+        if not is_read:
+            is_read = _can_be_read(line)
+            first = line if is_read or first is None else first
         data = b"" if line.data is None else line.data
         hasher.update(b"%d %d\n" % (number, len(data)))
         hasher.update(data)
     return InputFacts(hasher.hexdigest(), num_lines, number, first)
+
+
+def _can_be_read(line: RawLine) -> bool:
+    try:
+        load_line(line)
+    except ConfigError:
+        return False
+    return True
 
 
 def model_digest(directory: Path) -> str:

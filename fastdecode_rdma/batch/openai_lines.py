@@ -244,11 +244,12 @@ class OpenAILines:
 
 
 def is_openai(line: RawLine) -> bool:
-    """Whether a file that begins with this line is one of OpenAI's."""
+    """Whether a file that begins with this line is one of OpenAI's. One that cannot be read tells
+    it by the key alone: a pipe has to be answered before another line comes."""
     try:
         values = load_line(line)
     except ConfigError:
-        return False
+        return b'"custom_id"' in (line.data or b"")
     return "custom_id" in values or ("url" in values and "body" in values)
 
 

@@ -185,6 +185,7 @@ def test_a_failure_of_ours_is_500_and_ids_are_the_jobs_and_the_lines():
         (b'{"url": "/v1/completions", "body": {}}', True),
         (b'{"id": "a", "prompt": "x", "url": "y"}', False),
         (b"{", False),
+        (b'{"custom_id": "a", "body": {', True),
     ],
 )
 def test_the_first_line_tells_the_kind(line, expected):
@@ -221,6 +222,14 @@ def run(model: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return {each["custom_id"]: each for each in values}
 
     return run_lines
+
+
+def test_a_bad_first_line_spoils_no_other(run, model, tmp_path, capsys):
+    good = line_of("completions", {"prompt": "hello", "max_tokens": 2}, custom_id="c")
+    found = run(RawLine(1, b"{"), good)
+    assert found["c"]["response"]["status_code"] == 200 and found[None]["error"] is not None
+    assert main(["generate", "--model", str(model), "-i", str(tmp_path / "in"), "--dry-run"]) == 3
+    assert "2 lines, 1 of them wrong" in capsys.readouterr().out
 
 
 def test_answers_have_openais_shape(run, answers, tmp_path):
