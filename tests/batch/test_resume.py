@@ -160,7 +160,8 @@ def test_kill_9_at_random_moments_changes_nothing(
         Path(f"{torn}.job").write_text(Path(f"{whole}.job").read_text())
         torn.write_bytes(whole.read_bytes()[:100])  # no whole line yet
     moments = random.Random(len(lines))
-    for moment in sorted(moments.uniform(0.02, 0.95) for _ in range(num_kills)):
+    # not near the end: ordered lines come in bursts, and the last one may end the job first
+    for moment in sorted(moments.uniform(0.02, 0.8) for _ in range(num_kills)):
         process = runs.start([*options, "-o", str(torn), "--resume"])
         kill_when(torn, int(moment * nbytes), process)
         assert runs.wait() == -signal.SIGKILL
