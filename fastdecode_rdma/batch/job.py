@@ -18,16 +18,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastdecode_rdma.batch.files import RawLine
 from fastdecode_rdma.batch.json_lines import load_line
 from fastdecode_rdma.errors import ConfigError
 
 VERSION = 1
-_SAMPLE_BYTES = 1 << 16
-_SAMPLES = 16
-"""Pieces of a file of weights that are looked at: training changes a model everywhere."""
+_SAMPLE_BYTES = 1 << 12
+"""Of a tensor's beginning, middle and end: training may change one of them alone, but all of it."""
+
+_MAX_HEADER_BYTES = 100_000_000
+"""As the library that loads them has it."""
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -68,7 +70,7 @@ def _can_be_read(line: RawLine) -> bool:
 
 def model_digest(directory: Path) -> str:
     """Returns what tells a model from another, wherever its directory is: its small files, and the
-    sizes, headers and some pieces of its weights.
+    sizes and headers of its weights, and pieces of every tensor.
 
     Raises:
         OSError: a file cannot be read.
@@ -82,10 +84,27 @@ def model_digest(directory: Path) -> str:
         nbytes = path.stat().st_size
         hasher.update(f"{path.name} {nbytes}\n".encode())
         with path.open("rb") as file:
-            for piece in range(_SAMPLES + 1):
-                file.seek(max(0, nbytes - _SAMPLE_BYTES) * piece // _SAMPLES)
+            for place in _pieces(file, nbytes):
+                file.seek(place)
                 hasher.update(file.read(_SAMPLE_BYTES))
     return hasher.hexdigest()
+
+
+def _pieces(file: BinaryIO, nbytes: int) -> list[int]:
+    """Where a safetensors file is looked at. One whose header makes no sense is refused when it is
+    loaded: of that the ends will do."""
+    places = [0, max(0, nbytes - _SAMPLE_BYTES)]
+    try:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8)) if start <= _MAX_HEADER_BYTES else {}
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                low, high = tensor["data_offsets"]
+                last = max(low, high - _SAMPLE_BYTES)
+                places += [start + low, start + (low + last) // 2, start + last]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    return [place for place in places if isinstance(place, int) and 0 <= place < nbytes]
 
 
 @dataclass

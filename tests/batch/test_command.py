@@ -205,9 +205,21 @@ def test_a_models_digest_follows_its_weights_and_not_its_place(model, tmp_path):
     assert model_digest(copy) == model_digest(model)
     weights = copy / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    assert model_digest(copy) != model_digest(model)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    start = len(data) - max(ends)
+    for end in ends:  # of one tensor alone
+        data[start + end - 1] ^= 1
+        weights.write_bytes(data)
+        assert model_digest(copy) != model_digest(model)
+        data[start + end - 1] ^= 1
+    far = b'{"a":{"data_offsets":[-99,1e9]}}'
+    for text in (b"", b"[]", b'{"a":1}', far, b'{"a":{"data_offsets":[-99,7]}}', b"[" * 10_000):
+        weights.write_bytes(len(text).to_bytes(8, "little") + text)
+        assert model_digest(copy) != model_digest(model)
+    for broken in (b"", b"\xff" * 8, b"{}"):
+        weights.write_bytes(broken)
+        assert model_digest(copy) != model_digest(model)
 
 
 def test_with_ray_records_alone_are_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
