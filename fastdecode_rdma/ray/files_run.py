@@ -47,6 +47,9 @@ LOCAL_MORE_CPUS = 2
 """Beside those of engines and workers: for tasks that read and leave out what is done."""
 
 CONNECT_TIMEOUT_S = 5.0
+ENGINES_START_S = 600
+"""Engines that have not started by then have no resources: a cluster may first have to grow, and
+models take their time."""
 END_S = 10.0
 """How long a job that is given up may take to end."""
 
@@ -218,6 +221,7 @@ class RayRun:
         )
         context = dataset.context
         context.enable_progress_bars = False
+        context.wait_for_min_actors_s = ENGINES_START_S
         context.execution_options.preserve_order = self._ordered
         context.checkpoint_config = None
         if self._checkpoint is not None:
