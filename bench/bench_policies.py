@@ -7,9 +7,11 @@ Both policies get the same requests at the same moments; rounds alternate betwee
 are short, some are long, and longer than the prompts, as in conversations: short ones that wait
 behind long ones are what a preemptive policy is for. Where prompts take most of the time it has
 nothing to offer (prompts of 8 to 192 and answers of 43 tokens on average: 1.1 times FCFS's mean),
-and far above capacity, where all wait, less (--load 3). `load` is the arrival rate over the rate at which the engine serves them
-all when they come at once, measured first. Latency per token is a request's time from its arrival
-to its last token over its tokens.
+and far above capacity, where all wait, less (--load 3).
+
+`load` is the arrival rate over the rate at which the engine serves them all when they come at once,
+measured first. Latency per token is a request's time from its arrival to its last token over its
+tokens.
 
 Exit status 1 unless MLFQ's mean is at most 0.6 of FCFS's (median of rounds), preemption moved no KV
 (nothing spilled, brought back, computed again or evicted) and every token and log-probability of a
